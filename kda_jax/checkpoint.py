@@ -165,9 +165,6 @@ def _read_params(folder: TensorFolder, config: ModelConfig) -> ModelParams:
         pieces = _checked_pieces(folder, stored, spellings)
         chosen.append(pieces)
         unused.difference_update(canonical_name(piece.name) for piece in pieces)
-    if config.tie_word_embeddings and "lm_head.weight" in unused:
-        _check_tied(folder, stored["lm_head.weight"], stored["model.embed_tokens.weight"])
-        unused.discard("lm_head.weight")
     if unused:
         first = stored[min(unused)]
         others = f" (and {len(unused) - 1} more)" if len(unused) > 1 else ""
@@ -204,11 +201,6 @@ def _checked_pieces(folder: TensorFolder, stored: dict[str, StoredTensor], spell
             shapes = " or ".join(map(str, piece.shapes))
             raise ValueError(f"{tensor.file}: {tensor.name} must have shape {shapes}, got {tensor.shape}")
     return pieces
-
-
-def _check_tied(folder: TensorFolder, head: StoredTensor, embed: StoredTensor) -> None:
-    if head.shape != embed.shape or not np.array_equal(folder.read(head.name), folder.read(embed.name)):
-        raise ValueError(f"{head.file}: {head.name} differs from {embed.name}, yet config.json ties them")
 
 
 def _read_leaf(

@@ -54,7 +54,6 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     initializer_range: float = 0.02
     max_length: int = 1048576
-    tie_word_embeddings: bool = False  # True: the head is the embedding
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -105,7 +104,7 @@ class ModelConfig:
                 raise ValueError(f"num_expert_group must leave two experts a group, got {self.num_expert_group}")
         for name in ("latent_norm_eps", "rms_norm_eps", "routed_scaling_factor", "initializer_range"):
             check_number(name, getattr(self, name), above=0)
-        for name in ("moe_renormalize", "router_weight_uses_bias", "tie_word_embeddings"):
+        for name in ("moe_renormalize", "router_weight_uses_bias"):
             check_bool(name, getattr(self, name))
         check_choice("dtype", self.dtype, DTYPES)
         for name in ("bos_token_id", "pad_token_id"):

@@ -85,7 +85,7 @@ def tensor_plan(config: ModelConfig) -> ModelParams:
         embed=_one("model.embed_tokens.weight", vocab),
         layers=tuple(layers),
         norm=_one("model.norm.weight", (D,)),
-        lm_head=None if config.tie_word_embeddings else _one("lm_head.weight", vocab),
+        lm_head=_one("lm_head.weight", vocab),
     )
 
 
