@@ -11,10 +11,10 @@ from tiny import TINY_HF, random_params
 
 import kda_jax
 from kda_jax.checkpoint import load, save
+from kda_jax.tokenizer import Tokenizer
 
 pytestmark = [
     pytest.mark.parity,
-    pytest.mark.slow,
     pytest.mark.filterwarnings("default"),  # of torch and transformers
 ]
 
@@ -35,6 +35,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_logits_and_greedy_tokens(tmp_path, changes):
     seed = list(VARIANTS.values()).index(changes)
@@ -95,3 +96,19 @@ def test_logits_of_what_save_writes(torch, tmp_path):
         wanted = KimiLinearForCausalLM.from_pretrained(tmp_path)(torch.tensor(tokens)).logits.numpy()
     logits = kda_jax.logits(params, TINY_HF, tokens, np.full(2, 20, np.int32))
     assert relative_rms(logits, wanted) <= 1e-4
+
+
+def test_transformers_reads_the_tokenizer_that_save_writes(tmp_path):
+    from test_tokenizer import TEXTS, byte_level
+    from transformers import AutoTokenizer
+
+    tokenizer = Tokenizer.from_tokenizers(
+        byte_level(), bos_token="<s>", eos_token="</s>", chat_template="{{ bos_token }}{{ messages[0].content }}"
+    )
+    save((random_params(TINY_HF), TINY_HF), tmp_path, tokenizer=tokenizer)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path), load(tmp_path).tokenizer
+    assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.bos_token_id, ours.eos_token_id) == (1, 2)
+    for text in TEXTS:
+        assert theirs.encode(text) == ours.encode(text)
+    chat = theirs.apply_chat_template([{"role": "user", "content": "hi"}], return_dict=False)
+    assert chat == ours.apply_chat("hi")
