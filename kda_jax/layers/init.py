@@ -1,11 +1,14 @@
 """Parameters to start training from."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
 from kda_jax.config import ModelConfig
-from kda_jax.layers.params import KDAParams, MoEParams, ModelParams, abstract_params
+from kda_jax.layers.params import ModelParams, abstract_params
 
+FP32_NAMES = frozenset({"A_log", "dt_bias", "router", "router_bias"})
 DT_MIN, DT_MAX, DT_FLOOR = 1e-3, 1e-1, 1e-4
 
 
@@ -35,7 +38,7 @@ def _leaf(name: str, shape: jax.ShapeDtypeStruct, config: ModelConfig, key: jax.
     elif name == "A_log":
         value = jnp.zeros(shape.shape) if config.gate_lower_bound is not None else jnp.log(uniform(1.0, 16.0))
     elif name == "dt_bias":
-        dt = jnp.maximum(jnp.exp(uniform(float(jnp.log(DT_MIN)), float(jnp.log(DT_MAX)))), DT_FLOOR)
+        dt = jnp.maximum(jnp.exp(uniform(math.log(DT_MIN), math.log(DT_MAX))), DT_FLOOR)
         value = dt + jnp.log(-jnp.expm1(-dt))  # inverse softplus
     elif name == "conv":
         bound = config.conv_width**-0.5
@@ -50,6 +53,4 @@ def _leaf(name: str, shape: jax.ShapeDtypeStruct, config: ModelConfig, key: jax.
 
 def fp32_leaves(params: ModelParams) -> ModelParams:
     """A pytree of booleans shaped like ``params``: True for the leaves that stay fp32 whatever the model dtype."""
-    flags = {KDAParams: ("A_log", "dt_bias"), MoEParams: ("router", "router_bias")}
-    names = {name for group in flags.values() for name in group}
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name in names, params)
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].name in FP32_NAMES, params)

@@ -16,7 +16,7 @@ _PIECES = "|".join(
     (
         r"[^\S\n]*(?:\n[^\S\n]*)+",  # line breaks with their indentation
         r" ?[\p{L}_][\p{L}\p{M}_]*",  # identifiers and words, digits apart
-        r" ?\p{N}{1,3}",
+        r" ?\p{N}{1,3}",  # numbers, up to three digits at a time
         r" ?[^\s\p{L}\p{N}_]+",  # runs of punctuation
         r"[^\S\n]+(?!\S)",  # a run of spaces leaves its last one to the word that follows
         r"[^\S\n]+",

@@ -1,7 +1,7 @@
 """Source text to token arrays: the Python standard library (which every machine that runs this has) or any folder.
 
-The split is by file and depends on nothing but the file's relative path, so a file is held out on every machine or on
-none. A prepared corpus is a folder of arrays, a tokenizer and a manifest; training reads only that folder.
+The split is by file and depends on nothing but the file's relative path, so a file is in the same split on every
+machine. A prepared corpus is a folder of arrays, a tokenizer and a manifest; training reads only that folder.
 """
 
 import ast
@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 
+SPLITS = ("train", "validation", "held_out")
 HELD_OUT_PER_MILLE = 30
+VALIDATION_PER_MILLE = 20
 _NOT_SOURCE = ("site-packages", "dist-packages", "__pycache__", "node_modules")
 _TABLES = ("encodings/", "pydoc_data/", "lib2to3/tests/data/", "test/cjkencodings/", "_sysconfigdata", "html/entities.py")
 _DATA = re.compile(r"0[xX][0-9a-fA-F]+|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[0-7]{3}|[0-9]+(?:\.[0-9]+)?")
@@ -52,10 +54,16 @@ def standard_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def is_held_out(path: str, per_mille: int = HELD_OUT_PER_MILLE) -> bool:
-    """Whether the file of this relative path is kept out of training; a hash of the path decides."""
-    digest = hashlib.sha256(path.encode()).digest()
-    return int.from_bytes(digest[:8], "big") % 1000 < per_mille
+def split_of(path: str) -> str:
+    """The split of the file of this relative path; a hash of the path decides.
+
+    ``validation`` is what a training run may look at to choose its weights; ``held_out`` is only for the figures that
+    are reported.
+    """
+    place = int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big") % 1000
+    if place < HELD_OUT_PER_MILLE:
+        return "held_out"
+    return "validation" if place < HELD_OUT_PER_MILLE + VALIDATION_PER_MILLE else "train"
 
 
 def is_data_table(text: str) -> bool:
@@ -97,10 +105,12 @@ def read_files(folder: str | Path) -> list[SourceFile]:
     return files
 
 
-def split_files(files: Iterable[SourceFile]) -> tuple[list[SourceFile], list[SourceFile]]:
-    """``(train, held_out)``."""
-    files = list(files)
-    return [f for f in files if not is_held_out(f.path)], [f for f in files if is_held_out(f.path)]
+def split_files(files: Iterable[SourceFile]) -> dict[str, list[SourceFile]]:
+    """The files of each split, in the order given."""
+    splits: dict[str, list[SourceFile]] = {name: [] for name in SPLITS}
+    for file in files:
+        splits[split_of(file.path)].append(file)
+    return splits
 
 
 def tokenize_files(files: list[SourceFile], tokenizer: Any, bos: int, eos: int) -> Split:
@@ -125,36 +135,36 @@ def describe_source(folder: Path, files: list[SourceFile]) -> dict[str, Any]:
     }
 
 
-def write_corpus(output: str | Path, train: Split, held_out: Split, extra: dict[str, Any]) -> None:
-    """Write arrays and ``corpus.json`` (sizes, held-out paths, ``extra``) into ``output``."""
+def write_corpus(output: str | Path, splits: dict[str, Split], extra: dict[str, Any]) -> None:
+    """Write the arrays and ``corpus.json`` (sizes and paths of each split, and ``extra``) into ``output``."""
     output = Path(output)
     output.mkdir(parents=True, exist_ok=True)
     manifest = dict(extra)
-    for name, split in (("train", train), ("held_out", held_out)):
+    for name, split in splits.items():
         np.save(output / f"{name}.npy", split.tokens)
         np.save(output / f"{name}_offsets.npy", split.offsets)
-        manifest[name] = {"files": len(split.paths), "tokens": len(split.tokens), "bytes": split.num_bytes}
-        manifest[name]["paths"] = list(split.paths)
+        sizes = {"files": len(split.paths), "tokens": len(split.tokens), "bytes": split.num_bytes}
+        manifest[name] = sizes | {"paths": list(split.paths)}
     (output / "corpus.json").write_text(json.dumps(manifest, indent=1) + "\n")
 
 
-def read_corpus(folder: str | Path) -> tuple[Split, Split, dict[str, Any]]:
-    """``(train, held_out, manifest)`` from a folder that ``write_corpus`` filled."""
+def read_corpus(folder: str | Path) -> tuple[dict[str, Split], dict[str, Any]]:
+    """``(splits, manifest)`` from a folder that ``write_corpus`` filled. Raises ``ValueError`` for any other folder."""
     folder = Path(folder)
     try:
         manifest = json.loads((folder / "corpus.json").read_text())
-        splits = [
-            Split(
+        splits = {
+            name: Split(
                 np.load(folder / f"{name}.npy"),
                 np.load(folder / f"{name}_offsets.npy"),
                 tuple(manifest[name]["paths"]),
                 manifest[name]["bytes"],
             )
-            for name in ("train", "held_out")
-        ]
-    except (OSError, json.JSONDecodeError, KeyError) as error:
+            for name in SPLITS
+        }
+    except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"data: {str(folder)!r} is not a prepared corpus ({error}); make one with `prepare`") from None
-    return splits[0], splits[1], manifest
+    return splits, manifest
 
 
 def _python_files(folder: Path) -> Iterator[Path]:

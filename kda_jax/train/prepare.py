@@ -17,20 +17,20 @@ def prepare(
 ) -> dict[str, Any]:
     """Fill the folder ``output``; ``source`` is a folder of Python files, by default the standard library.
 
-    Returns the manifest. Raises ``ValueError`` when ``source`` leaves either split empty or cannot fill the vocabulary.
+    Returns the manifest. Raises ``ValueError`` when ``source`` leaves a split empty or cannot fill the vocabulary.
     """
     source = corpus.standard_library() if source is None else Path(source)
     files = corpus.read_files(source)
-    train_files, held_out_files = corpus.split_files(files)
-    for name, part in (("train", train_files), ("held-out", held_out_files)):
+    parts = corpus.split_files(files)
+    for name, part in parts.items():
         if not part:
             raise ValueError(f"corpus: no {name} file among the {len(files)} under {str(source)!r}")
-    tokenizer = bpe.train_tokenizer((f.text for f in train_files), vocab_size)
+    tokenizer = bpe.train_tokenizer((f.text for f in parts["train"]), vocab_size)
     bos, eos = (tokenizer.token_to_id(name) for name in (bpe.BOS, bpe.EOS))
-    train, held_out = (corpus.tokenize_files(part, tokenizer, bos, eos) for part in (train_files, held_out_files))
+    splits = {name: corpus.tokenize_files(part, tokenizer, bos, eos) for name, part in parts.items()}
     extra = corpus.describe_source(source, files) | {"vocab_size": vocab_size}
-    corpus.write_corpus(output, train, held_out, extra)
+    corpus.write_corpus(output, splits, extra)
     bpe.save_tokenizer(tokenizer, output, max_length=max_length)
-    prompts = quality.make_prompts(held_out_files, num_prompts)
+    prompts = quality.make_prompts(parts["held_out"], num_prompts)
     (Path(output) / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
     return json.loads((Path(output) / "corpus.json").read_text())
