@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kda_jax.checks import check_choice, check_integer
-from kda_jax.config import ModelConfig
+from kda_jax.config import ModelConfig, check_choice, check_integer
 from kda_jax.layers.init import fp32_leaves, init_params
 from kda_jax.layers.params import ModelParams, MoEParams
 
@@ -142,6 +141,12 @@ def balance_routers(params: ModelParams, load: jax.Array, rate: jax.Array | floa
     return dataclasses.replace(params, layers=tuple(layers))
 
 
+def _freeze_router_bias(params: ModelParams) -> ModelParams:
+    return jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.lax.stop_gradient(x) if path[-1].name == "router_bias" else x, params
+    )
+
+
 def train_step(
     state: TrainState, tokens: jax.Array, elapsed: jax.Array, *, config: ModelConfig, hyper: Hyperparameters, forward
 ) -> tuple[TrainState, dict[str, jax.Array]]:
@@ -154,7 +159,7 @@ def train_step(
         inputs = jnp.where(hidden, config.pad_token_id or 0, inputs)
 
     def loss_fn(params):
-        params = cast_params(params, DTYPES[hyper.dtype])
+        params = cast_params(_freeze_router_bias(params), DTYPES[hyper.dtype])
         logits, load = forward(params, config, inputs, None, return_load=True)
         nll, log_z = cross_entropy(logits, targets)
         loss = nll.mean()
