@@ -23,7 +23,14 @@ SPLITS = ("train", "validation", "held_out")
 HELD_OUT_PER_MILLE = 30
 VALIDATION_PER_MILLE = 20
 _NOT_SOURCE = ("site-packages", "dist-packages", "__pycache__", "node_modules")
-_TABLES = ("encodings/", "pydoc_data/", "lib2to3/tests/data/", "test/cjkencodings/", "_sysconfigdata", "html/entities.py")
+_TABLES = (
+    "encodings/",
+    "pydoc_data/",
+    "lib2to3/tests/data/",
+    "test/cjkencodings/",
+    "_sysconfigdata",
+    "html/entities.py",
+)
 _DATA = re.compile(r"0[xX][0-9a-fA-F]+|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[0-7]{3}|[0-9]+(?:\.[0-9]+)?")
 _DATA_LINE_SHARE = 0.5  # a line is data when more than this share of it is numbers
 _DATA_FILE_SHARE = 0.25  # a file is a table when more than this share of its lines is data
