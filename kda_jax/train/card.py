@@ -9,7 +9,8 @@ _CARD = Template("""\
 
 $parameters parameters: $layers layers, $kda of Kimi Delta Attention and $mla of multi-head latent attention without
 positions, $experts routed experts of which $active work on a token. Weights in bf16; a byte-level BPE of $vocab
-entries. It exists so that every path of the package can be run on real text; it completes Python a little and knows nothing.
+entries. It exists so that every path of the package can be run on real text; it completes Python a little and knows
+nothing.
 
 | | |
 | --- | --- |

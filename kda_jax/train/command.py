@@ -47,11 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_group.add_argument("--resume", action="store_true", help="go on from the checkpoint")
     run_group.add_argument("--seed", type=int, default=0)
     for field in dataclasses.fields(Hyperparameters):
-        if field.name in ("total_steps", "dtype", "schedule"):
+        if field.name in ("total_steps", "dtype", "schedule", "remat"):
             continue
         kind = int if isinstance(field.default, int) else float
         run_group.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     run_group.add_argument("--schedule", default=Hyperparameters.schedule, choices=SCHEDULES)
+    run_group.add_argument("--remat", action="store_true", help="recompute layers in the backward pass: less memory")
     run_group.add_argument("--dtype", choices=tuple(DTYPES), help="of activations; default: bfloat16, float32 on a CPU")
 
 

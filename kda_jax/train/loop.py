@@ -186,9 +186,8 @@ class _Run:
             best = {f"held_out_{name}": value for name, value in held_out.items()}
             best |= {"step": step, "validation_bits_per_byte": loss["bits_per_byte"]}
             self.meta["best"] = best
-            save(
-                (params, self.options.config), self.output / "model", tokenizer=load_tokenizer(Path(self.options.data))
-            )
+            tokenizer = load_tokenizer(Path(self.options.data))
+            save((params, self.options.config), self.output / "model", tokenizer=tokenizer)
         self.progress.line(
             f"step {step}: validation {loss['bits_per_byte']:.4f} bits/byte ({loss['nats_per_token']:.4f} nats/token)"
             + (", the best so far, saved" if improved else "")

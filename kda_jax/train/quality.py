@@ -50,8 +50,8 @@ def make_prompts(files: Sequence[SourceFile], count: int) -> list[dict[str, str]
     """Up to ``count`` prompts, each the start of a top-level function or class of a file, at most a few from each file.
 
     A prompt is the first 4 to 12 lines of the definition, up to the first of those line ends at which the text so far
-    tokenises (so it never ends inside a string or a bracket), without the line break itself. Files take turns; a hash of
-    the definition's place orders the definitions of one file.
+    tokenises (so it never ends inside a string or a bracket), without the line break itself. Files take turns; a hash
+    of the definition's place orders the definitions of one file.
     """
     queues = []
     for file in sorted(files, key=lambda f: f.path):

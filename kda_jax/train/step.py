@@ -37,6 +37,7 @@ class Hyperparameters:
     z_loss: float = 1e-4
     balance_rate: float = 1e-3  # step of the router's selection bias, scaled like the learning rate
     input_mask: float = 0.0  # share of input tokens hidden behind the pad token (never the target)
+    remat: bool = False  # recompute each layer in the backward pass: less memory, a third more work
     dtype: str = "bfloat16"  # of activations and of the weights they meet; masters and optimiser are fp32
 
     def __post_init__(self):
@@ -160,7 +161,7 @@ def train_step(
 
     def loss_fn(params):
         params = cast_params(_freeze_router_bias(params), DTYPES[hyper.dtype])
-        logits, load = forward(params, config, inputs, None, return_load=True)
+        logits, load = forward(params, config, inputs, None, return_load=True, remat=hyper.remat)
         nll, log_z = cross_entropy(logits, targets)
         loss = nll.mean()
         return loss + hyper.z_loss * jnp.square(log_z).mean(), (loss, load)
@@ -175,7 +176,8 @@ def train_step(
         imbalance = (load.max(axis=-1) / jnp.maximum(1.0, load.mean(axis=-1))).max()
     else:
         imbalance = jnp.ones(())
-    metrics = {"loss": loss, "grad_norm": optax.global_norm(grads), "imbalance": imbalance, "learning_rate": rate}
+    grad_norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+    metrics = {"loss": loss, "grad_norm": grad_norm, "imbalance": imbalance, "learning_rate": rate}
     return TrainState(params, opt_state, state.key, state.step + 1), metrics
 
 
