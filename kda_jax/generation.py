@@ -417,6 +417,7 @@ def stream(
 
 def _stream(state: _State, run, batch: int, steps: int) -> Iterator[StreamChunk]:
     seen = np.zeros(batch, np.int64)
+    state = run(state, 0)  # compiles the loop, so that the chunks that follow come at its speed
     while True:
         view = (state.tokens, state.lengths, state.emitted, state.done, state.stats)
         tokens, lengths, emitted, done, stats = jax.tree.map(lambda x: np.asarray(x[:batch]), view)
