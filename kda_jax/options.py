@@ -164,7 +164,7 @@ class SpeculativeOptions:
             good = isinstance(rates, tuple | list) and all(_is_real(r) and 0 <= r <= 1 for r in rates)
             if not good or len(rates) != m or any(a < b for a, b in itertools.pairwise(rates)):
                 raise ValueError(
-                    f"synthetic_rates must be {m} (num_draft_tokens) numbers in [0, 1] that do not increase, got {rates!r}"
+                    f"synthetic_rates must be num_draft_tokens={m} numbers in [0, 1], not increasing, got {rates!r}"
                 )
             object.__setattr__(self, "synthetic_rates", tuple(float(r) for r in rates))
         elif not (_is_real(length) and 1 <= length <= m + 1):
