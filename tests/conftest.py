@@ -1,0 +1,5 @@
+"""Session-wide test settings."""
+
+import jax
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
