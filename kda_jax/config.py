@@ -138,7 +138,8 @@ class ModelConfig:
             check_integer("topk_group", self.topk_group, 1, self.num_expert_group)
             if self.num_experts % self.num_expert_group:
                 raise ValueError(
-                    f"num_experts must be a multiple of num_expert_group={self.num_expert_group}, got {self.num_experts}"
+                    f"num_experts must be a multiple of num_expert_group={self.num_expert_group}, "
+                    f"got {self.num_experts}"
                 )
             if self.num_experts_per_token > self.topk_group * (self.num_experts // self.num_expert_group):
                 raise ValueError(
@@ -232,7 +233,9 @@ class ModelConfig:
         check_integer("num_hidden_layers", layers, 1)
         heads = get("num_attention_heads")
         if get("num_key_value_heads", heads) != heads:
-            raise ValueError(f"num_key_value_heads must equal num_attention_heads={heads}, got {raw['num_key_value_heads']}")
+            raise ValueError(
+                f"num_key_value_heads must equal num_attention_heads={heads}, got {raw['num_key_value_heads']}"
+            )
         kda_heads, key_dim = get_linear("num_heads", "linear_num_heads"), get_linear("head_dim", "linear_head_dim")
         has_moe = get("num_experts", None) is not None
         eos = get("eos_token_id", ())
@@ -366,7 +369,9 @@ def _mixer_kinds(raw: Mapping[str, Any], linear: Mapping[str, Any], layers: int)
             check_choice("layer_types", name, tuple(names))
         kinds["layer_types"] = tuple(names[name] for name in raw["layer_types"])
         if len(kinds["layer_types"]) != layers:
-            raise ValueError(f"layer_types must have num_hidden_layers={layers} entries, got {len(kinds['layer_types'])}")
+            raise ValueError(
+                f"layer_types must have num_hidden_layers={layers} entries, got {len(kinds['layer_types'])}"
+            )
     if not kinds:
         raise ValueError("linear_attn_config.kda_layers and .full_attn_layers (or layer_types) are missing")
     if len(set(kinds.values())) > 1:

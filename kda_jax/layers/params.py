@@ -2,7 +2,7 @@
 
 Linear weights are stored ``[out, in]`` and applied as ``y = x W^T``; there are no biases except where named.
 Symbols: ``D`` hidden size, ``H`` query/key heads, ``HV`` value heads, ``K`` key head dim, ``V`` value head dim,
-``Wc`` width of the short convolution, ``r`` rank of the MLA latent, ``E`` experts, ``I`` expert width, ``F`` dense width.
+``Wc`` width of the short convolution, ``r`` MLA latent rank, ``E`` experts, ``I`` expert width, ``F`` dense width.
 """
 
 import dataclasses
