@@ -87,9 +87,7 @@ def test_padding_has_no_gradient(implementation, bounded):
     do, ds = rng(1).normal(size=x["v"].shape).astype(F32), rng(2).normal(size=x["initial_state"].shape).astype(F32)
 
     def loss(x):
-        o, state = ops.kda_chunked(
-            **x, lengths=lengths, chunk_size=16, bounded=bounded, implementation=implementation
-        )
+        o, state = ops.kda_chunked(**x, lengths=lengths, chunk_size=16, bounded=bounded, implementation=implementation)
         return (o * do).sum() + (state * ds).sum()
 
     got = jax.jit(jax.grad(loss))(x)

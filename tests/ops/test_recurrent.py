@@ -30,7 +30,9 @@ def test_values(implementation, T):
 
 
 @pytest.mark.parametrize(
-    "dims", [Dims(2, 2, 16, 24), Dims(1, 3, 32, 8), Dims(2, 6, 12, 20), Dims(1, 1, 8, 5)], ids=lambda d: "-".join(map(str, d))
+    "dims",
+    [Dims(2, 2, 16, 24), Dims(1, 3, 32, 8), Dims(2, 6, 12, 20), Dims(1, 1, 8, 5)],
+    ids=lambda d: "-".join(map(str, d)),
 )
 def test_heads_and_dims(implementation, dims):
     x = sequence(1, 15, dims)
