@@ -82,7 +82,7 @@ def recurrent_gradients(do, dstate, q, k, v, log_decay, beta, initial_state, sca
     """The adjoint of `recurrent`: gradients of sum(o * do) + sum(state * dstate), by name of the argument."""
     q, k, v, log_decay, beta, initial_state, do = map(f64, (q, k, v, log_decay, beta, initial_state, do))
     B, T, H, K = q.shape
-    HV, V = v.shape[2:]
+    HV = v.shape[2]
     scale = K**-0.5 if scale is None else scale
     lengths = [T] * B if lengths is None else np.asarray(lengths)
     q, k = heads(q, HV, 2), heads(k, HV, 2)

@@ -1,4 +1,4 @@
-"""Arguments for the operations: random arrays (numpy), regimes of decay, and pools that punish a stray read or write."""
+"""Arguments for the operations: random arrays (numpy), regimes of decay, pools that punish a stray read or write."""
 
 from typing import NamedTuple
 
@@ -18,6 +18,14 @@ class Dims(NamedTuple):
     HV: int = 4
     K: int = 16
     V: int = 24
+
+    def __str__(self):
+        return "-".join(map(str, self))
+
+
+DIMS = Dims()
+# GVA or not, groups of 2 and 3, V below and above K
+MORE_DIMS = (Dims(2, 2, 16, 24), Dims(1, 3, 32, 8), Dims(2, 6, 12, 20))
 
 
 def rng(*seed):
@@ -71,10 +79,10 @@ def log_decays(seed, T, dims, decays):
     return np.stack([make(rng(seed, i), (T, dims.HV, dims.K)) for i, make in enumerate(decays.values())]).astype(F32)
 
 
-# --- the recurrence ----------------------------------------------------------------------------------------------------
+# --- the recurrence --------------------------------------------------------------------------------------------------
 
 
-def sequence(seed, T, dims=Dims(), dtype=F32, decays=DECAYS):
+def sequence(seed, T, dims=DIMS, dtype=F32, decays=DECAYS):
     """Arguments of kda_recurrent and kda_chunked by name, a batch row for each regime of decay."""
     r, B = rng(seed), len(decays)
     return {
@@ -87,7 +95,7 @@ def sequence(seed, T, dims=Dims(), dtype=F32, decays=DECAYS):
     }
 
 
-# --- the gate and what precedes it ---------------------------------------------------------------------------------------
+# --- the gate and what precedes it -----------------------------------------------------------------------------------
 
 
 class Gate(NamedTuple):
@@ -101,7 +109,7 @@ class Gate(NamedTuple):
         return ops.GateParams(self.A_log, self.dt_bias, lower_bound=self.lower_bound)
 
 
-def gate(seed, dims=Dims(), lower_bound=None, layers=()):
+def gate(seed, dims=DIMS, lower_bound=None, layers=()):
     """a up to 16, where the softplus form reaches -80 a step."""
     r = rng(seed, 77)
     low = 0.0 if lower_bound is None else -0.5
@@ -122,7 +130,7 @@ def raw_gate_for(log_decay, g: Gate):
     return x - oracle.f64(g.dt_bias)
 
 
-def tokens(seed, R, W, dims=Dims(), dtype=F32, g: Gate | None = None, decays=DECAYS):
+def tokens(seed, R, W, dims=DIMS, dtype=F32, g: Gate | None = None, decays=DECAYS):
     """q, k, v, raw_gate, raw_beta of kda_verify, [R, W, ...], in this order; row r has the r-th regime, cyclically."""
     r, g = rng(seed, 5), g or gate(seed, dims)
     makers = list(decays.values())
@@ -136,7 +144,7 @@ def tokens(seed, R, W, dims=Dims(), dtype=F32, g: Gate | None = None, decays=DEC
     )
 
 
-# --- pools and padding ---------------------------------------------------------------------------------------------------
+# --- pools and padding -----------------------------------------------------------------------------------------------
 
 
 def pool(seed, shape, nan_slots=(0,), dtype=F32):
@@ -146,7 +154,7 @@ def pool(seed, shape, nan_slots=(0,), dtype=F32):
     return x
 
 
-def states(seed, N, dims=Dims(), nan_slots=(0,), dtype=F32):
+def states(seed, N, dims=DIMS, nan_slots=(0,), dtype=F32):
     return pool(seed, (N, dims.HV, dims.V, dims.K), nan_slots, dtype)
 
 

@@ -9,11 +9,10 @@ import pytest
 from kda_jax import ops
 from tests import oracle
 from tests.ops.harness import assert_zero_past
-from tests.ops.inputs import BF16, BOUNDED_DECAYS, DECAYS, F32, Dims, gate, nan_past, raw_gate_for, rng, sequence
+from tests.ops.inputs import BF16, BOUNDED_DECAYS, DECAYS, DIMS, F32, gate, nan_past, raw_gate_for, rng, sequence
 from tests.tolerances import assert_close, tolerance
 
 OPS = ("kda_chunked", "kda_gate")
-DIMS = Dims()
 
 
 @functools.cache
@@ -58,9 +57,18 @@ def check(got, want, dtype):
         assert_close(got[name], ref, limit, f"d {name}")
 
 
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
-@pytest.mark.parametrize(("T", "chunk_size"), [(1, 16), (37, 16), (70, 64)])
-def test_gradients(implementation, lower_bound, T, chunk_size):
+@pytest.mark.parametrize(
+    ("T", "chunk_size", "lower_bound"),
+    [
+        (1, 16, None),
+        (37, 16, None),
+        (37, 16, -5.0),
+        (70, 64, None),
+        pytest.param(70, 64, -5.0, marks=pytest.mark.slow),
+        pytest.param(130, 32, None, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients(implementation, T, chunk_size, lower_bound):
     arguments = draw(T, T, lower_bound)
     got, want = gradient(lower_bound, chunk_size, implementation)(*arguments), reference(*arguments, lower_bound)
     check(got, want, F32)
@@ -69,15 +77,15 @@ def test_gradients(implementation, lower_bound, T, chunk_size):
             assert_close(got[a][b], want[a][b], tolerance(F32).gradient, f"d {a}, {name}")
 
 
-@pytest.mark.parametrize("lower_bound", [None, -5.0])
+@pytest.mark.parametrize("lower_bound", [None, pytest.param(-5.0, marks=pytest.mark.slow)])
 def test_bf16_gradients(implementation, lower_bound):
-    arguments = draw(3, 37, lower_bound, BF16)
-    got = gradient(lower_bound, 32, implementation)(*arguments)
+    arguments = draw(3, 20, lower_bound, BF16)
+    got = gradient(lower_bound, 16, implementation)(*arguments)
     assert all(got[name].dtype == BF16 for name in ("q", "k", "v"))
     check(got, reference(*arguments, lower_bound), BF16)
 
 
-@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("bounded", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_padding_has_no_gradient(implementation, bounded):
     """NaN at and past lengths in every input: gradients there are zero, and elsewhere they are as without it."""
     decays = BOUNDED_DECAYS if bounded else {name: DECAYS[name] for name in list(DECAYS)[1:]}

@@ -6,12 +6,12 @@ import pytest
 from kda_jax import ops
 from tests import oracle
 from tests.ops.harness import assert_pool, jitted, plan_of, records_of
-from tests.ops.inputs import BF16, F32, Dims, gate, nan_past, rng, states, tokens
+from tests.ops.inputs import BF16, DIMS, F32, MORE_DIMS, gate, nan_past, rng, states, tokens
 from tests.ops.test_decode import bounded_or_not
 from tests.tolerances import BF16_POOL, tolerance
 
 OPS = ("kda_commit",)
-DIMS, W, N = Dims(), 5, 12
+W, N = 5, 12
 SLOTS = np.array([3, 0, 6, 1, 8, 4, 9], np.int32)
 LENGTHS = np.array([5, 5, 1, 0, 4, 5, 5], np.int32)
 ACCEPTED = np.array([5, 3, 2, 1, 0, 4, 1], np.int32)  # written: 3, 6, 4, 9
@@ -40,9 +40,7 @@ def test_values(implementation, dtype, lower_bound):
     assert_pool(commit(implementation, pool, records, g, plan), pool, written, tolerance(dtype).state)
 
 
-@pytest.mark.parametrize(
-    "dims", [Dims(2, 2, 16, 24), Dims(1, 3, 32, 8), Dims(2, 6, 12, 20)], ids=lambda d: "-".join(map(str, d))
-)
+@pytest.mark.parametrize("dims", MORE_DIMS, ids=str)
 def test_heads_and_dims(implementation, dims):
     x, g, pool, records = draw(2, dims)
     plan = oracle.plan_commit(ACCEPTED, LENGTHS, SLOTS)

@@ -163,7 +163,7 @@ def test_commit_of_all_layers(implementation):
         assert_pool(new[layer], pools[layer], oracle.conv_commit(pools[layer], x[layer], plan), 0.0, f"layer {layer}")
 
 
-# --- refusals ----------------------------------------------------------------------------------------------------------
+# --- refusals --------------------------------------------------------------------------------------------------------
 
 
 def zeros(*shape, dtype=F32):

@@ -6,11 +6,10 @@ import pytest
 from kda_jax import ops
 from tests import oracle
 from tests.ops.harness import assert_pool, jitted
-from tests.ops.inputs import BF16, DECAYS, F32, Dims, gate, states, tokens
+from tests.ops.inputs import BF16, DECAYS, DIMS, F32, MORE_DIMS, gate, states, tokens
 from tests.tolerances import BF16_POOL, assert_close, tolerance
 
 OPS = ("kda_decode",)
-DIMS = Dims()
 SLOTS = np.array([3, 0, 6, 1, 8, 4, 0], np.int32)  # slots 2, 5 and 7 are nobody's
 N = 9
 
@@ -48,9 +47,7 @@ def test_values(implementation, dtype, lower_bound):
     check(out, one, g, pool, SLOTS, dtype)
 
 
-@pytest.mark.parametrize(
-    "dims", [Dims(2, 2, 16, 24), Dims(1, 3, 32, 8), Dims(2, 6, 12, 20)], ids=lambda d: "-".join(map(str, d))
-)
+@pytest.mark.parametrize("dims", MORE_DIMS, ids=str)
 def test_heads_and_dims(implementation, dims):
     one, g = draw(2, dims)
     pool = states(2, N, dims)
@@ -135,7 +132,7 @@ BAD = {
     "pool integer": (r"\bstate_pool\b", {"state_pool": _zeros(9, 4, 24, 16, dtype=np.int32)}),
     "slots rows": (r"\bslots\b", {"slots": _zeros(6, dtype=np.int32)}),
     "slots dtype": (r"\bslots\b", {"slots": _zeros(7)}),
-    "A_log heads": (r"\bA_log\b", {"gate": gate(1, Dims(HV=2))._replace(dt_bias=_zeros(4, 16))}),
+    "A_log heads": (r"\bA_log\b", {"gate": gate(1, DIMS._replace(HV=2))._replace(dt_bias=_zeros(4, 16))}),
     "dt_bias dims": (r"\bdt_bias\b", {"gate": gate(1)._replace(dt_bias=_zeros(4, 24))}),
     "implementation": (r"\bimplementation\b.*cuda", {"implementation": "cuda"}),
 }

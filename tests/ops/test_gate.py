@@ -8,11 +8,10 @@ import pytest
 from kda_jax import ops
 from tests import oracle
 from tests.ops.harness import jitted
-from tests.ops.inputs import BF16, F32, Dims, gate, rng
+from tests.ops.inputs import BF16, DIMS, F32, gate, rng
 from tests.tolerances import GATE_ELEMENT
 
 OPS = ("kda_gate",)
-DIMS = Dims()
 BOUNDS = pytest.mark.parametrize("lower_bound", [None, -5.0, -1.5])
 
 

@@ -93,8 +93,9 @@ def test_any_rows(implementation, rows):
     check(run(accepted, lengths, slots, align=align), want)
 
 
-def _align(table=np.ones((3, 4), np.int32), computed=i32(1, 2, 3), block_size=8):
-    return lambda: {"align": ops.AlignRows(table, computed, block_size)}
+def _align(**change):
+    good = {"block_table": np.ones((3, 4), np.int32), "num_computed": i32(1, 2, 3), "block_size": 8}
+    return lambda: {"align": ops.AlignRows(**(good | change))}
 
 
 BAD = {
@@ -103,10 +104,10 @@ BAD = {
     "lengths rows": (r"\blengths\b", lambda: {"lengths": i32(1, 1)}),
     "slots rows": (r"\bslots\b", lambda: {"slots": i32(1, 1)}),
     "slots dtype": (r"\bslots\b", lambda: {"slots": np.ones(3, np.float32)}),
-    "table rank": (r"\bblock_table\b", _align(table=np.ones(3, np.int32))),
-    "table rows": (r"\bblock_table\b", _align(table=np.ones((2, 4), np.int32))),
-    "table dtype": (r"\bblock_table\b", _align(table=np.ones((3, 4), np.float32))),
-    "computed rows": (r"\bnum_computed\b", _align(computed=i32(1, 2))),
+    "table rank": (r"\bblock_table\b", _align(block_table=np.ones(3, np.int32))),
+    "table rows": (r"\bblock_table\b", _align(block_table=np.ones((2, 4), np.int32))),
+    "table dtype": (r"\bblock_table\b", _align(block_table=np.ones((3, 4), np.float32))),
+    "computed rows": (r"\bnum_computed\b", _align(num_computed=i32(1, 2))),
     "block size": (r"\bblock_size\b", _align(block_size=0)),
     "implementation": (r"\bimplementation\b.*cuda", lambda: {"implementation": "cuda"}),
 }

@@ -1,5 +1,7 @@
 """Properties that hold for every draw: acceptance patterns, slots, lengths, decays, ways to cut a prompt."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -8,11 +10,11 @@ from hypothesis import strategies as st
 from kda_jax import ops
 from tests import oracle
 from tests.ops.harness import assert_pool, assert_same_bits, jitted
-from tests.ops.inputs import F32, Dims, gate, raw_gate_for, rng, sequence, states, tokens
+from tests.ops.inputs import DIMS, F32, gate, raw_gate_for, rng, sequence, states, tokens
 from tests.tolerances import assert_close, tolerance
 
 OPS = ("kda_verify", "kda_commit", "kda_decode", "kda_chunked", "kda_recurrent", "conv_prefill", "plan_commit")
-DIMS, R, W, N = Dims(), 4, 6, 10
+R, W, N = 4, 6, 10
 SEEDS = st.integers(0, 2**16)
 
 window_rows = st.tuples(
@@ -70,7 +72,7 @@ def test_any_cut_of_a_prompt(implementation, form, seed, cuts, strong):
     state, pieces, ends = x.pop("initial_state"), [], [0, *sorted(cuts), T]
     static = {"chunk_size": 16} if form == "kda_chunked" else {}
     run = jitted(form, implementation=implementation, **static)
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in itertools.pairwise(ends):
         piece = {name: np.full_like(a, np.nan) for name, a in x.items()}
         for name, a in x.items():
             piece[name][:, : end - start] = a[:, start:end]
@@ -87,11 +89,11 @@ def test_any_cut_of_a_prompt(implementation, form, seed, cuts, strong):
 def test_any_cut_of_a_convolution(implementation, seed, cuts):
     T, C, taps = 12, 6, 4
     r = rng(seed)
-    x, weight, history = r.normal(size=(1, T, C)).astype(F32), r.normal(size=(C, taps)).astype(F32), None
+    x, weight = r.normal(size=(1, T, C)).astype(F32), r.normal(size=(C, taps)).astype(F32)
     y_ref, history_ref = oracle.conv_prefill(x, weight)
     history, pieces, ends = np.zeros((1, taps - 1, C), F32), [], [0, *sorted(cuts), T]
     run = jitted("conv_prefill", implementation=implementation)
-    for start, end in zip(ends, ends[1:], strict=False):
+    for start, end in itertools.pairwise(ends):
         piece = np.full_like(x, np.nan)
         piece[:, : end - start] = x[:, start:end]
         y, history = run(piece, weight, history=history, lengths=np.array([end - start], np.int32))

@@ -7,7 +7,7 @@ import pytest
 from kda_jax import ops
 from tests import oracle
 from tests.ops.harness import assert_zero_past, jitted
-from tests.ops.inputs import BF16, BOUNDED_DECAYS, DECAYS, F32, Dims, nan_past, rng, sequence
+from tests.ops.inputs import BF16, BOUNDED_DECAYS, DECAYS, F32, MORE_DIMS, nan_past, rng, sequence
 from tests.tolerances import assert_close, tolerance
 
 OPS = ("kda_recurrent",)
@@ -29,11 +29,7 @@ def test_values(implementation, T):
     check_rows(jitted("kda_recurrent", implementation=implementation)(**x), oracle.recurrent(**x), F32)
 
 
-@pytest.mark.parametrize(
-    "dims",
-    [Dims(2, 2, 16, 24), Dims(1, 3, 32, 8), Dims(2, 6, 12, 20), Dims(1, 1, 8, 5)],
-    ids=lambda d: "-".join(map(str, d)),
-)
+@pytest.mark.parametrize("dims", MORE_DIMS, ids=str)
 def test_heads_and_dims(implementation, dims):
     x = sequence(1, 15, dims)
     check_rows(jitted("kda_recurrent", implementation=implementation)(**x), oracle.recurrent(**x), F32)

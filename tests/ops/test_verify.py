@@ -6,7 +6,7 @@ import pytest
 from kda_jax import ops
 from tests import oracle
 from tests.ops.harness import assert_same_bits, assert_zero_past, jitted
-from tests.ops.inputs import BF16, DECAYS, F32, Dims, gate, nan_past, states, tokens
+from tests.ops.inputs import BF16, DECAYS, DIMS, F32, MORE_DIMS, gate, nan_past, states, tokens
 from tests.ops.test_decode import bounded_or_not
 from tests.tolerances import assert_close, tolerance
 
@@ -15,7 +15,7 @@ SLOTS = np.array([3, 0, 6, 1, 7, 4, 2], np.int32)
 N = 9
 
 
-def draw(seed, W, lengths, dims=Dims(), dtype=F32, lower_bound=None):
+def draw(seed, W, lengths, dims=DIMS, dtype=F32, lower_bound=None):
     """Arguments of kda_verify up to the gate, NaN at and past the length (null rows: 0)."""
     g = gate(seed, dims, lower_bound)
     x = tokens(seed, len(SLOTS), W, dims, dtype, g, bounded_or_not(lower_bound))
@@ -59,9 +59,7 @@ def test_dtypes_and_gates(implementation, dtype, lower_bound):
     check(out, x, g, pool, SLOTS, LENGTHS, dtype)
 
 
-@pytest.mark.parametrize(
-    "dims", [Dims(2, 2, 16, 24), Dims(1, 3, 32, 8), Dims(2, 6, 12, 20)], ids=lambda d: "-".join(map(str, d))
-)
+@pytest.mark.parametrize("dims", MORE_DIMS, ids=str)
 def test_heads_and_dims(implementation, dims):
     x, g = draw(2, 5, LENGTHS, dims)
     pool = states(2, N, dims)
