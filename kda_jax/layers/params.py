@@ -85,7 +85,7 @@ class ModelParams:
     embed: Array  # [vocab, D]
     layers: tuple[LayerParams, ...]
     norm: Array  # [D]
-    lm_head: Array | None  # [vocab, D]; None: tied to ``embed``
+    lm_head: Array  # [vocab, D], never tied
 
 
 def abstract_params(config: ModelConfig, dtype=jnp.bfloat16) -> ModelParams:
@@ -157,5 +157,5 @@ def abstract_params(config: ModelConfig, dtype=jnp.bfloat16) -> ModelParams:
         embed=leaf(config.vocab_size, D),
         layers=layers,
         norm=leaf(D),
-        lm_head=None if config.tie_word_embeddings else leaf(config.vocab_size, D),
+        lm_head=leaf(config.vocab_size, D),
     )
