@@ -4,10 +4,6 @@ A module names the operations it calls in `OPS`; with several, the implementatio
 A new kernel is added to this table and nowhere else.
 """
 
-import os
-
-from hypothesis import settings
-
 IMPLEMENTATIONS = {
     "kda_gate": ("xla",),
     "conv_prefill": ("xla",),
@@ -17,12 +13,10 @@ IMPLEMENTATIONS = {
     "kda_chunked": ("xla",),
     "kda_decode": ("xla",),
     "kda_verify": ("xla",),
+    "kda_verify_native": ("xla",),
     "kda_commit": ("xla",),
     "plan_commit": ("xla",),
 }
-
-settings.register_profile("ops", deadline=None, max_examples=25, derandomize="CI" in os.environ)
-settings.load_profile("ops")
 
 
 def pytest_generate_tests(metafunc):

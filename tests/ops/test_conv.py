@@ -113,8 +113,9 @@ def test_step_and_commit_continue_a_prefill(implementation):
     """Prefill 6 rows, then windows of 4 of which n stand: the same as one prefill of the rows that stood."""
     W, accepted = 4, [3, 1, 4, 2]
     x, weight, _ = draw(7, 1, 6 + sum(accepted))
-    whole, _ = ops.conv_prefill(x, weight, implementation=implementation)
-    _, history = ops.conv_prefill(x[:, :6], weight, implementation=implementation)
+    prefill = jitted("conv_prefill", implementation=implementation)
+    whole, _ = prefill(x, weight)
+    _, history = prefill(x[:, :6], weight)
     history_pool = np.full((3, 3, C), np.nan, F32)
     history_pool[2] = history[0]
     slots, lengths, start = np.array([2], np.int32), np.array([W], np.int32), 6

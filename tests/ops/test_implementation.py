@@ -29,6 +29,7 @@ def arguments(op):
         "kda_chunked": lambda: recurrence,
         "kda_decode": lambda: (*(a[:, 0] for a in one), params, pool, I),
         "kda_verify": lambda: (*x, params, pool, I, I),
+        "kda_verify_native": lambda: (*x, params, pool, I, np.zeros((2, 3), np.int32), I),
         "kda_commit": lambda: (pool, records, params, plan),
         "plan_commit": lambda: (I, I, I),
         "conv_prefill": lambda: (rows, weight),

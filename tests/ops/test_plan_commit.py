@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kda_jax import ops
@@ -79,6 +79,7 @@ rows = st.lists(
 )
 
 
+@settings(max_examples=100)
 @given(rows=rows)
 def test_any_rows(implementation, rows):
     """Blocks of 8 tokens, 4 columns, windows of up to 5."""

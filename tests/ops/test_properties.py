@@ -4,13 +4,13 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kda_jax import ops
 from tests import oracle
 from tests.ops.harness import assert_pool, assert_same_bits, jitted
-from tests.ops.inputs import DIMS, F32, gate, raw_gate_for, rng, sequence, states, tokens
+from tests.ops.inputs import DIMS, F32, gate, rng, sequence, states, tokens
 from tests.tolerances import assert_close, tolerance
 
 OPS = ("kda_verify", "kda_commit", "kda_decode", "kda_chunked", "kda_recurrent", "conv_prefill", "plan_commit")
@@ -27,6 +27,7 @@ window_rows = st.tuples(
 decays = st.lists(st.sampled_from([-80.0, -8.0, -1.0, -0.1, -0.01, -0.001]), min_size=W, max_size=W)
 
 
+@settings(max_examples=30)
 @given(seed=SEEDS, rows=window_rows, decays=decays, lower_bound=st.sampled_from([None, -5.0]))
 def test_verify_then_commit_is_decode(implementation, seed, rows, decays, lower_bound):
     """For any acceptance: the pool is the one that token-by-token decode of the accepted tokens leaves."""
@@ -34,11 +35,10 @@ def test_verify_then_commit_is_decode(implementation, seed, rows, decays, lower_
     slots = np.where(live, slots[:R], 0).astype(np.int32)
     lengths, accepted = np.array(lengths, np.int32), np.array(accepted, np.int32)
     g = gate(seed, DIMS, lower_bound)
-    q, k, v, raw_gate, raw_beta = tokens(seed, R, W, DIMS, F32, g)
     if lower_bound is not None:
         decays = np.maximum(decays, -4.99)
-    wanted = np.broadcast_to(np.array(decays)[:, None, None], (R, W, DIMS.HV, DIMS.K))
-    raw_gate = raw_gate_for(wanted, g).astype(F32)
+    drawn = {"drawn": lambda r, shape: np.broadcast_to(np.array(decays)[:, None, None], shape)}
+    q, k, v, raw_gate, raw_beta = tokens(seed, R, W, DIMS, F32, g, drawn)
     pool = states(seed, N, nan_slots=(0, *(s for s in range(1, N) if s not in slots)))
     params = g.params(ops)
 
@@ -61,6 +61,7 @@ def test_verify_then_commit_is_decode(implementation, seed, rows, decays, lower_
     assert_pool(committed, pool, oracle.commit(pool, q, k, v, raw_gate, raw_beta, g, plan), tolerance(F32).state)
 
 
+@settings(max_examples=20)
 @given(seed=SEEDS, cuts=st.lists(st.integers(0, 48), min_size=0, max_size=3), strong=st.booleans())
 @pytest.mark.parametrize("form", ["kda_chunked", "kda_recurrent"])
 def test_any_cut_of_a_prompt(implementation, form, seed, cuts, strong):
@@ -85,6 +86,7 @@ def test_any_cut_of_a_prompt(implementation, form, seed, cuts, strong):
     assert_close(state, state_ref, tolerance(F32).state, f"state, cut at {ends}")
 
 
+@settings(max_examples=20)
 @given(seed=SEEDS, cuts=st.lists(st.integers(0, 12), min_size=0, max_size=4))
 def test_any_cut_of_a_convolution(implementation, seed, cuts):
     T, C, taps = 12, 6, 4
@@ -102,6 +104,7 @@ def test_any_cut_of_a_convolution(implementation, seed, cuts):
     assert_same_bits(history, history_ref.astype(F32), "history")
 
 
+@settings(max_examples=30)
 @given(seed=SEEDS, lengths=st.lists(st.integers(0, 40), min_size=3, max_size=3), weak=st.floats(-0.1, -1e-4))
 def test_chunked_is_recurrent(implementation, seed, lengths, weak):
     """Any lengths, any pattern of spikes over channels, heads and time, any strength between them."""
