@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
-from tiny import TINY, random_params
 
 from kda_jax import ops, presets
 from kda_jax.accounting import account, format_bytes, format_count, format_report
 from kda_jax.cache import make_cache
 from kda_jax.options import GenerateOptions, SpeculativeOptions
+from tests.tiny import TINY, random_params
 
 MiB = 1 << 20
 

@@ -10,12 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import TINY, TINY_HF, random_params
 
 from kda_jax import checkpoint
 from kda_jax.checkpoint import Model, load, save
 from kda_jax.hf_tensors import tensor_plan
 from kda_jax.presets import load_config
+from tests.tiny import TINY, TINY_HF, random_params
 
 
 def assert_same(a, b):

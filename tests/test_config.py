@@ -4,11 +4,11 @@ import dataclasses
 import json
 
 import pytest
-from golden_data import FOLDER
-from tiny import TINY, TINY_HF
 
 from kda_jax import presets
 from kda_jax.config import ModelConfig
+from tests.golden_data import FOLDER
+from tests.tiny import TINY, TINY_HF
 
 
 def changed(**changes):

@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from golden_data import FOLDER, LENGTHS, NEW_TOKENS, load_golden, pad_right, relative_rms
 
 import kda_jax
 from kda_jax.cache import make_cache
 from kda_jax.checkpoint import load
 from kda_jax.model import decode, prefill
+from tests.golden_data import FOLDER, LENGTHS, NEW_TOKENS, load_golden, pad_right, relative_rms
 
 TOLERANCE = 1e-4  # relative RMS of logits, fp32
 

@@ -5,13 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from golden_data import pad_right, relative_rms
-from reference_model import make_model, stepwise_logits
-from tiny import TINY_HF, random_params
 
 import kda_jax
 from kda_jax.checkpoint import load, save
 from kda_jax.tokenizer import Tokenizer
+from tests.golden_data import pad_right, relative_rms
+from tests.reference_model import make_model, stepwise_logits
+from tests.tiny import TINY_HF, random_params
 
 pytestmark = [
     pytest.mark.parity,

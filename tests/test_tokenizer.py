@@ -8,12 +8,12 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import TINY, random_params
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from kda_jax.checkpoint import load, save
 from kda_jax.kimi_tokenizer import SPECIAL_NAMES, cut
 from kda_jax.tokenizer import Tokenizer, load_tokenizer
+from tests.tiny import TINY, random_params
 
 TEXTS = [
     "",

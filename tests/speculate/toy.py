@@ -84,9 +84,9 @@ def joint(shape: Shape, length: int = 3) -> np.ndarray:
 def run(tables, key, draws: int, method: str, probabilistic: bool, synthetic_rates=None):
     """Speculate ``draws`` times for every table and every shape.
 
-    ``tables`` ``[k, V, V, V]`` logits, of which those of index 2 are drawn from unshaped, or ``[k, V, V]`` tokens. Returns
-    the first tokens ``[k, shapes, draws, STEPS]``; accepted and judged drafts of all steps, and accepted of the first,
-    ``[k, shapes, draws]``.
+    ``tables`` ``[k, V, V, V]`` logits, of which those of index 2 are drawn from unshaped, or ``[k, V, V]`` tokens.
+    Returns the first tokens ``[k, shapes, draws, STEPS]``; accepted and judged drafts of all steps, and accepted of
+    the first, ``[k, shapes, draws]``.
     """
     kinds, shapes = tables.shape[0], len(SHAPES)
     rows = kinds * shapes * draws
