@@ -4,6 +4,8 @@ A module names the operations it calls in `OPS`; with several, the implementatio
 A new kernel is added to this table and nowhere else.
 """
 
+from tests.ops import harness
+
 IMPLEMENTATIONS = {
     "kda_gate": ("xla",),
     "conv_prefill": ("xla",),
@@ -17,6 +19,10 @@ IMPLEMENTATIONS = {
     "kda_commit": ("xla",),
     "plan_commit": ("xla",),
 }
+
+
+def pytest_configure(config):
+    harness.optimise = config.getoption("--slow")
 
 
 def pytest_generate_tests(metafunc):

@@ -8,11 +8,20 @@ import numpy as np
 from kda_jax import ops
 from tests.tolerances import assert_close
 
+# Compiling takes most of the time: on CPU the optimiser is left out, unless --slow is given (conftest.py).
+optimise = False
+
+
+def compiled(f):
+    """`f` under jit."""
+    quick = jax.default_backend() == "cpu" and not optimise
+    return jax.jit(f, compiler_options={"xla_backend_optimization_level": 0} if quick else None)
+
 
 @functools.cache
 def jitted(name, **static):
     """The operation `name`, with these keyword arguments fixed, compiled; it takes the others as usual."""
-    return jax.jit(functools.partial(getattr(ops, name), **static))
+    return compiled(functools.partial(getattr(ops, name), **static))
 
 
 def plan_of(plan):

@@ -8,13 +8,11 @@ import pytest
 
 from kda_jax import ops
 from tests import oracle
-from tests.ops.harness import assert_zero_past
+from tests.ops.harness import assert_zero_past, compiled
 from tests.ops.inputs import BF16, BOUNDED_DECAYS, DECAYS, DIMS, F32, gate, nan_past, raw_gate_for, rng, sequence
 from tests.tolerances import assert_close, tolerance
 
 OPS = ("kda_chunked", "kda_gate")
-# Gradients take long to compile and a moment to run
-COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 
 
 @functools.cache
@@ -28,7 +26,7 @@ def gradient(lower_bound, chunk_size, implementation):
         )
         return (o.astype(F32) * do).sum() + (state * ds).sum()
 
-    return jax.jit(jax.grad(loss), compiler_options=COMPILER_OPTIONS)
+    return compiled(jax.grad(loss))
 
 
 def draw(seed, T, lower_bound, dtype=F32):
@@ -100,7 +98,7 @@ def test_padding_has_no_gradient(implementation, bounded):
         o, state = ops.kda_chunked(**x, lengths=lengths, chunk_size=16, bounded=bounded, implementation=implementation)
         return (o * do).sum() + (state * ds).sum()
 
-    got = jax.jit(jax.grad(loss), compiler_options=COMPILER_OPTIONS)(x)
+    got = compiled(jax.grad(loss))(x)
     for name, want in oracle.recurrent_gradients(do, ds, **x, lengths=lengths).items():
         assert_close(got[name], want, tolerance(F32).gradient, f"d {name}")
         if name != "initial_state":

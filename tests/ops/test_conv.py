@@ -6,7 +6,7 @@ import pytest
 
 from kda_jax import ops
 from tests import oracle
-from tests.ops.harness import assert_pool, assert_same_bits, assert_zero_past, jitted, plan_of
+from tests.ops.harness import assert_pool, assert_same_bits, assert_zero_past, compiled, jitted, plan_of
 from tests.ops.inputs import BF16, F32, nan_past, pool, rng
 from tests.tolerances import assert_close, tolerance
 
@@ -65,7 +65,7 @@ def test_gradients_stop_at_lengths(implementation):
         y, after = ops.conv_prefill(x, weight, history=history, lengths=lengths, implementation=implementation)
         return (y * dy).sum() + (after * dh).sum()
 
-    got = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(nan_past(x, lengths), weight, history)
+    got = compiled(jax.grad(loss, argnums=(0, 1, 2)))(nan_past(x, lengths), weight, history)
     assert_zero_past(got[0], lengths, "dx")
 
     def reference(arguments):

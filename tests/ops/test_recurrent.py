@@ -6,7 +6,7 @@ import pytest
 
 from kda_jax import ops
 from tests import oracle
-from tests.ops.harness import assert_zero_past, jitted
+from tests.ops.harness import assert_zero_past, compiled, jitted
 from tests.ops.inputs import BF16, BOUNDED_DECAYS, DECAYS, F32, MORE_DIMS, nan_past, rng, sequence
 from tests.tolerances import assert_close, tolerance
 
@@ -75,7 +75,7 @@ def test_gradients(implementation):
         o, state = ops.kda_recurrent(**x, lengths=lengths, implementation=implementation)
         return (o * do).sum() + (state * ds).sum()
 
-    grads = jax.jit(jax.grad(loss))(x)
+    grads = compiled(jax.grad(loss))(x)
     for name, want in oracle.recurrent_gradients(do, ds, **x, lengths=lengths).items():
         assert_close(grads[name], want, tolerance(F32).gradient, f"d {name}")
         if name != "initial_state":
