@@ -36,11 +36,13 @@ class Dims:
     def __getitem__(self, name: str) -> int:
         return self.sizes[name]
 
-    def check_groups(self) -> None:
+    def check_groups(self, name: str = "v") -> None:
         """Value heads share query/key heads in equal groups: ``HV % H == 0``."""
         H, HV = self["H"], self["HV"]
         if H == 0 or HV % H:
-            raise ValueError(f"v must have a multiple of the H={H} heads of q and k, got HV={HV}")
+            raise ValueError(
+                f"{name}: the HV value heads must be a multiple of the H query/key heads, got HV={HV}, H={H}"
+            )
 
 
 def check_fp32(name: str, array) -> None:

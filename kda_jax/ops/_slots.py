@@ -16,12 +16,12 @@ def expand(mask, ndim: int):
 
 def read_slots(pool, slots):
     """Rows ``pool[slots]``, zero where the slot is null: [N, ...], [R] -> [R, ...]."""
-    return jnp.where(expand(slots > 0, pool.ndim), pool[slots], 0)
+    return jnp.where(expand(slots > 0, pool.ndim), jnp.asarray(pool)[slots], 0)
 
 
 def write_slots(pool, slots, rows):
     """``pool`` [L, N, ...] with ``rows`` [L, R, ...] written to ``slots`` [R]; null slots change nothing at all."""
-    rows = rows.astype(pool.dtype)
+    pool, rows = jnp.asarray(pool), rows.astype(pool.dtype)
     if slots.shape[0] > UNROLLED_ROWS:
         target = jnp.where(slots > 0, slots, pool.shape[1])
         return pool.at[:, target].set(rows, mode="drop")

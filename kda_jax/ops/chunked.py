@@ -42,7 +42,7 @@ def kda_chunked(
       ValueError: a shape, dtype or chunk size that does not fit, naming the argument.
     """
     choose("kda_chunked", implementation)
-    if chunk_size not in CHUNK_SIZES:
+    if not isinstance(chunk_size, int) or chunk_size not in CHUNK_SIZES:
         raise ValueError(f"chunk_size must be one of {CHUNK_SIZES}, got {chunk_size!r}")
     dims = check_sequence_inputs(q, k, v, log_decay, beta, initial_state, lengths)
     B, T, HV, V, K = (dims[name] for name in ("B", "T", "HV", "V", "K"))

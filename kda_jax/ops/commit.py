@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from kda_jax.ops._checks import Dims, choose
+from kda_jax.ops._checks import Dims, check_fp32, choose
 from kda_jax.ops._couplings import HIGHEST
 from kda_jax.ops.gate import GateParams, apply_gate, l2_normalize
 from kda_jax.ops.plan import CommitPlan, check_plan, write_committed
@@ -35,8 +35,9 @@ def kda_commit(state_pool, records: Records, gate: GateParams, plan: CommitPlan,
     dims = Dims()
     dims.check("state_pool", state_pool, lead + "N HV V K")
     dims.check("records.correction", records.correction, lead + "R HV W V")
+    check_fp32("records.correction", records.correction)
     dims.check("records.key", records.key, lead + "R H W K")
-    dims.check_groups()
+    dims.check_groups("records.key")
     dims.check("records.raw_gate", records.raw_gate, lead + "R HV W K")
     dims.check("gate.dt_bias", gate.dt_bias, lead + "HV K")
     if gate.A_log is not None:
@@ -57,8 +58,9 @@ def kda_commit(state_pool, records: Records, gate: GateParams, plan: CommitPlan,
         after = jnp.flip(jnp.cumsum(jnp.flip(g[..., 1:, :], -2), axis=-2), -2)
         after = jnp.concatenate([after, jnp.zeros_like(g[..., :1, :])], axis=-2)
         decay = jnp.exp(after[..., 0, :] + g[..., 0, :])[..., None, :]
-        correction = jnp.where(folded, records.correction.astype(jnp.float32), 0)
-        update = jnp.einsum("lrhwv,lrhwk->lrhvk", correction, keys * jnp.exp(after), precision=HIGHEST)
+        correction = jnp.where(folded, records.correction, 0)
+        carried = jnp.where(folded, keys, 0) * jnp.exp(after)
+        update = jnp.einsum("lrhwv,lrhwk->lrhvk", correction, carried, precision=HIGHEST)
         return source.astype(jnp.float32) * decay + update
 
     next_pool = write_committed(state_pool, plan, advance)

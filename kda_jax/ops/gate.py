@@ -19,6 +19,9 @@ class GateParams:
     dt_bias: jax.Array
     lower_bound: float | None = dataclasses.field(default=None, metadata={"static": True})
 
+    def __post_init__(self):
+        check_gate_bound("lower_bound", self.lower_bound)
+
 
 def kda_gate(raw_gate, A_log, dt_bias, *, lower_bound=None, implementation=None):
     """Log decay per value head and key channel.

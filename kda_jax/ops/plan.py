@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from kda_jax.ops._checks import Dims
+from kda_jax.ops._checks import Dims, choose
 from kda_jax.ops._slots import read_slots, write_slots
 
 
@@ -39,7 +39,7 @@ class AlignRows:
     block_size: int = dataclasses.field(metadata={"static": True})
 
 
-def plan_commit(num_accepted, lengths, slots, *, align: AlignRows | None = None) -> CommitPlan:
+def plan_commit(num_accepted, lengths, slots, *, align: AlignRows | None = None, implementation=None) -> CommitPlan:
     """Turn accepted counts into a commit plan (the RecoverSSM contract).
 
     ``n = min(max(num_accepted, 0), length, W)``; a row is valid when its slot is not null and ``n > 0``. Without
@@ -57,6 +57,7 @@ def plan_commit(num_accepted, lengths, slots, *, align: AlignRows | None = None)
     Raises:
       ValueError: a shape or dtype that does not fit, or a block size below 1, naming the argument.
     """
+    choose("plan_commit", implementation)
     dims = Dims()
     dims.check("num_accepted", num_accepted, "R", kind="int")
     dims.check("lengths", lengths, "R", kind="int")
