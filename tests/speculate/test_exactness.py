@@ -74,7 +74,7 @@ def test_block_accepts_at_least_as_many_as_standard_on_the_same_draws(drawn, pro
     assert (mean >= -4 * error).all()
     if probabilistic:
         wrong = list(toy.PROBABILISTIC).index("wrong")
-        assert (mean[wrong] > 4 * error[wrong]).all()
+        assert (mean[wrong, :2] > 4 * error[wrong, :2]).all()
 
 
 # exact enumeration: uniforms are integrated, drafts are summed over
