@@ -2,7 +2,7 @@
 
 Linear weights are stored ``[out, in]`` and applied as ``y = x W^T``; there are no biases except where named.
 Symbols: ``D`` hidden size, ``H`` query/key heads, ``HV`` value heads, ``K`` key head dim, ``V`` value head dim,
-``Wc`` width of the short convolution, ``r`` rank of the MLA latent, ``E`` experts, ``I`` expert width, ``F`` dense width.
+``Wc`` width of the short convolution, ``r`` MLA latent rank, ``E`` experts, ``I`` expert width, ``F`` dense width.
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class ModelParams:
     embed: Array  # [vocab, D]
     layers: tuple[LayerParams, ...]
     norm: Array  # [D]
-    lm_head: Array | None  # [vocab, D]; None: tied to ``embed``
+    lm_head: Array  # [vocab, D], never tied
 
 
 def abstract_params(config: ModelConfig, dtype=jnp.bfloat16) -> ModelParams:
@@ -157,5 +157,5 @@ def abstract_params(config: ModelConfig, dtype=jnp.bfloat16) -> ModelParams:
         embed=leaf(config.vocab_size, D),
         layers=layers,
         norm=leaf(D),
-        lm_head=None if config.tie_word_embeddings else leaf(config.vocab_size, D),
+        lm_head=leaf(config.vocab_size, D),
     )

@@ -111,7 +111,7 @@ def run(tables, key, draws: int, method: str, probabilistic: bool, synthetic_rat
         row = jnp.arange(rows)
         context = [tokens[row, length - 2], tokens[row, length - 1]]
         now = step_keys(keys, length)
-        noise = jax.vmap(lambda k: jax.random.gumbel(jax.random.fold_in(k, 1), (DRAFTS, VOCAB)))(now)
+        noise = jax.vmap(lambda k: jax.random.gumbel(jax.random.fold_in(k, 99), (DRAFTS, VOCAB)))(now)
         probs = []
         for i in range(DRAFTS):
             last = context[-2], context[-1]

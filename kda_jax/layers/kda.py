@@ -1,0 +1,137 @@
+"""The Kimi Delta Attention block around the operations: projections, convolution, gates, norm.
+
+Three forms of one layer. Inputs are already normed; activations [B, T, D] in the model dtype; states fp32.
+"""
+
+import jax
+import jax.numpy as jnp
+from einops import rearrange
+
+from kda_jax import ops
+from kda_jax.config import ModelConfig
+from kda_jax.layers.linear import gated_rms_norm, linear
+from kda_jax.layers.params import KDAParams
+
+
+def gate_params(params: KDAParams, config: ModelConfig) -> ops.GateParams:
+    """The layer's ``GateParams``."""
+    return ops.GateParams(params.A_log, params.dt_bias, config.gate_lower_bound)
+
+
+def _conv_inputs(params: KDAParams, x):
+    """Inputs of the short convolution, q, k and v channels side by side: [B, T, D] -> [B, T, 2*H*K + HV*V]."""
+    return jnp.concatenate([linear(x, w) for w in (params.q_proj, params.k_proj, params.v_proj)], axis=-1)
+
+
+def _split_heads(y, config: ModelConfig):
+    """Convolution output [..., C] -> q, k [..., H, K], v [..., HV, V]."""
+    width = config.kda_num_heads * config.kda_key_dim
+    q, k, v = jnp.split(y, [width, 2 * width], axis=-1)
+    heads = {"h": config.kda_num_heads}
+    return (
+        rearrange(q, "... (h k) -> ... h k", **heads),
+        rearrange(k, "... (h k) -> ... h k", **heads),
+        rearrange(v, "... (h v) -> ... h v", h=config.kda_num_value_heads),
+    )
+
+
+def _raw_gates(params: KDAParams, x, config: ModelConfig):
+    """Projections before gate and sigmoid: raw_gate [..., HV, K], raw_beta [..., HV]."""
+    raw_gate = linear(linear(x, params.f_a_proj), params.f_b_proj)
+    return rearrange(raw_gate, "... (h k) -> ... h k", h=config.kda_num_value_heads), linear(x, params.b_proj)
+
+
+def _output(params: KDAParams, x, o, config: ModelConfig):
+    """Gated norm per head and output projection: [..., D], [..., HV, V] -> [..., D]."""
+    z = linear(linear(x, params.g_a_proj), params.g_b_proj)
+    z = rearrange(z, "... (h v) -> ... h v", h=config.kda_num_value_heads)
+    y = gated_rms_norm(o, params.o_norm, z, config.rms_norm_eps)
+    return linear(rearrange(y, "... h v -> ... (h v)"), params.o_proj)
+
+
+def prefill(params: KDAParams, x, lengths, config: ModelConfig, *, implementation=None):
+    """Fresh sequences ``x`` [B, T, D] of ``lengths`` [B] (or None: all of T).
+
+    Returns the output [B, T, D], the states [B, HV, V, K] and convolution histories [B, Wc-1, C] after the last tokens.
+    """
+    y, history = ops.conv_prefill(_conv_inputs(params, x), params.conv, lengths=lengths, implementation=implementation)
+    q, k, v = _split_heads(y, config)
+    raw_gate, raw_beta = _raw_gates(params, x, config)
+    gate = gate_params(params, config)
+    o, state = ops.kda_chunked(
+        ops.l2_normalize(q),
+        ops.l2_normalize(k),
+        v,
+        ops.kda_gate(raw_gate, gate.A_log, gate.dt_bias, lower_bound=gate.lower_bound),
+        jax.nn.sigmoid(raw_beta.astype(jnp.float32)),
+        lengths=lengths,
+        bounded=config.gate_lower_bound is not None,
+        implementation=implementation,
+    )
+    return _output(params, x, o, config), state, history
+
+
+def decode(params: KDAParams, x, state_pool, history_pool, slots, config: ModelConfig, *, implementation=None):
+    """One token a request: ``x`` [R, 1, D].
+
+    Returns the output [R, 1, D], the next state pool, and the convolution inputs [R, 1, C] for ``ops.conv_commit``.
+    """
+    inputs = _conv_inputs(params, x)
+    lengths = jnp.ones_like(slots)
+    y = ops.conv_step(inputs, params.conv, history_pool, slots, lengths, implementation=implementation)
+    q, k, v = (part[:, 0] for part in _split_heads(y, config))
+    raw_gate, raw_beta = (part[:, 0] for part in _raw_gates(params, x, config))
+    gate = gate_params(params, config)
+    o, state_pool = ops.kda_decode(q, k, v, raw_gate, raw_beta, gate, state_pool, slots, implementation=implementation)
+    return _output(params, x, o[:, None], config), state_pool, inputs
+
+
+def verify(params: KDAParams, x, state_pool, history_pool, slots, lengths, config: ModelConfig, *, implementation=None):
+    """A window a request, ``x`` [R, W, D]; both pools are only read.
+
+    Returns the output [R, W, D], ``ops.Records``, and the convolution inputs [R, W, C] for ``ops.conv_commit``.
+    """
+    inputs = _conv_inputs(params, x)
+    y = ops.conv_step(inputs, params.conv, history_pool, slots, lengths, implementation=implementation)
+    o, records = ops.kda_verify(
+        *_split_heads(y, config),
+        *_raw_gates(params, x, config),
+        gate_params(params, config),
+        state_pool,
+        slots,
+        lengths,
+        implementation=implementation,
+    )
+    return _output(params, x, o, config), records, inputs
+
+
+def verify_native(
+    params: KDAParams,
+    x,
+    state_pool,
+    history_pool,
+    source_slots,
+    target_slots,
+    history_slots,
+    lengths,
+    config: ModelConfig,
+    *,
+    implementation=None,
+):
+    """As ``verify``, but every position's state is written to a slot of its own (``ops.kda_verify_native``).
+
+    Returns the output [R, W, D], the next state pool, and the convolution inputs [R, W, C].
+    """
+    inputs = _conv_inputs(params, x)
+    y = ops.conv_step(inputs, params.conv, history_pool, history_slots, lengths, implementation=implementation)
+    o, state_pool = ops.kda_verify_native(
+        *_split_heads(y, config),
+        *_raw_gates(params, x, config),
+        gate_params(params, config),
+        state_pool,
+        source_slots,
+        target_slots,
+        lengths,
+        implementation=implementation,
+    )
+    return _output(params, x, o, config), state_pool, inputs

@@ -1,0 +1,49 @@
+"""One token a request, straight on the slot pool."""
+
+import jax
+import jax.numpy as jnp
+
+from kda_jax.ops._checks import Dims, choose
+from kda_jax.ops._slots import read_slots, write_slots
+from kda_jax.ops.gate import GateParams, apply_gate, l2_normalize
+from kda_jax.ops.recurrent import recurrent_step, repeat_heads
+
+
+def kda_decode(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots, *, implementation=None):
+    """Advance each request's state by one token.
+
+    Args:
+      q, k: [R, H, K] after the short convolution, before normalisation (done here, with ``q`` scaled by ``K ** -0.5``).
+      v: [R, HV, V].
+      raw_gate: [R, HV, K], raw_beta: [R, HV]: projections before gate and sigmoid.
+      gate: ``GateParams``.
+      state_pool: [N, HV, V, K]; donate it to update it in place.
+      slots: int [R]; 0 is the null slot: output zero, nothing read or written. Slots must differ between live rows.
+
+    Returns:
+      ``o`` [R, HV, V] in the dtype of ``v``, and the next pool.
+
+    Raises:
+      ValueError: a shape or dtype that does not fit, naming the argument.
+    """
+    choose("kda_decode", implementation)
+    dims = Dims()
+    dims.check("q", q, "R H K")
+    dims.check("k", k, "R H K")
+    dims.check("v", v, "R HV V")
+    dims.check_groups()
+    dims.check("raw_gate", raw_gate, "R HV K")
+    dims.check("raw_beta", raw_beta, "R HV")
+    dims.check("state_pool", state_pool, "N HV V K")
+    dims.check("slots", slots, "R", kind="int")
+    HV, K = dims["HV"], dims["K"]
+    live = slots > 0
+    state, output, _ = recurrent_step(
+        read_slots(state_pool, slots).astype(jnp.float32),
+        repeat_heads(l2_normalize(q) * K**-0.5, HV, 1),
+        repeat_heads(l2_normalize(k), HV, 1),
+        v.astype(jnp.float32),
+        apply_gate(raw_gate, gate),
+        jax.nn.sigmoid(raw_beta.astype(jnp.float32)),
+    )
+    return jnp.where(live[:, None, None], output, 0).astype(v.dtype), write_slots(state_pool, slots, state)
