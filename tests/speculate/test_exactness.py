@@ -143,7 +143,8 @@ def enumerate_block(p0, p1, p2, q1, q2, count, method):
 @pytest.mark.parametrize("kind", ["random", "right", "disjoint", "one-hot"])
 def test_enumerated_output_is_the_target(method, kind, count):
     rng = np.random.default_rng(3)
-    for _ in range(4):
+    # a few random tables are not enough: residuals of one token alone hide their weights
+    for _ in range(30 if kind == "random" else 6):
         p0, p1, p2 = distribution(rng), distribution(rng, 3), distribution(rng, 3, 3)
         q1, q2 = distribution(rng), distribution(rng, 3)
         if kind == "right":
@@ -154,7 +155,7 @@ def test_enumerated_output_is_the_target(method, kind, count):
             q1, q2 = None, tuple(rng.integers(0, 3, 2))
         out, _ = enumerate_block(p0, p1, p2, q1, q2, count, method)
         expected = p0[:, None, None].astype(np.float64) * p1[:, :, None] * p2
-        np.testing.assert_allclose(out, expected, atol=2e-6)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=3e-7)
 
 
 @pytest.mark.parametrize("one_hot", [False, True])
