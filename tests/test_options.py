@@ -108,7 +108,7 @@ def test_generate_options_refuse(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": None}, "method must be one of 'ngram', 'draft', 'dspark', got None"),
+        ({"method": None}, "method must be one of 'ngram', .* got None"),
         ({"method": "draft"}, "method 'draft' is not implemented"),
         ({"method": "dspark"}, "method 'dspark' is not implemented"),
         ({"num_draft_tokens": 0}, "num_draft_tokens must be an integer at least 1, got 0"),

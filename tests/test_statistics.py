@@ -7,7 +7,7 @@ from tests.statistics import DISTANCE, POWER, p_value, sample_size
 
 
 def moved(probabilities: np.ndarray) -> np.ndarray:
-    """The distribution at ``DISTANCE`` that a chi-square test finds hardest to see: cells change in proportion."""
+    """The distribution at ``DISTANCE`` that chi-square finds hardest to see: cells change in proportion."""
     half = np.where(np.arange(len(probabilities)) % 2, 1, -1) * probabilities
     up, down = half[half > 0].sum(), -half[half < 0].sum()
     return probabilities + DISTANCE * np.where(half > 0, half / up, half / down)

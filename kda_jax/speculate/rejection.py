@@ -22,7 +22,7 @@ from jax import lax
 
 from kda_jax.config import check_choice
 from kda_jax.options import REJECTIONS
-from kda_jax.speculate.sampling import best_token, draw, sample, shape_logits
+from kda_jax.speculate.sampling import best_token, sample, shape_logits
 
 Array = jax.Array
 
@@ -193,35 +193,34 @@ def next_weights(
 
 def _judge(logits, drafts, count, draft_probs, keys, temperature, top_k, top_p, method):
     """Accepted drafts and the token after them, of sampled rows. What it says of greedy rows means nothing."""
-    batch, window, _ = logits.shape
+    batch, window, vocab = logits.shape
 
     def rows(x: Array | None) -> Array | None:
         return None if x is None else jnp.broadcast_to(x[:, None], (batch, window))
 
     log_probs = shape_logits(logits, rows(temperature), rows(top_k), rows(top_p))
-    uniform_keys, token_keys = _split(keys)
+    uniforms, noise = _noise(keys, window - 1, vocab)
     h, scale = thresholds(log_probs, drafts, count, draft_probs, method)
-    accepted = accepted_length(_uniforms(uniform_keys, window - 1) < h, method)
-    return accepted, draw(next_weights(log_probs, drafts, count, draft_probs, scale, accepted), token_keys)
+    accepted = accepted_length(uniforms < h, method)
+    weights = next_weights(log_probs, drafts, count, draft_probs, scale, accepted)
+    return accepted, best_token(weights + noise)[0]
 
 
 def _synthetic(logits, count, keys, temperature, top_k, top_p, rates):
     conditional = [b / a if a > 0 else 0.0 for a, b in zip((1.0, *rates), rates, strict=False)]
-    uniform_keys, token_keys = _split(keys)
     index = lax.broadcasted_iota(jnp.int32, (logits.shape[0], len(rates)), 1)
-    passed = _uniforms(uniform_keys, len(rates)) < jnp.asarray(conditional, jnp.float32)[None]
-    accepted = _leading(passed & (index < count[:, None]))
+    uniforms, _ = _noise(keys, len(rates), 0)
+    accepted = _leading((uniforms < jnp.asarray(conditional, jnp.float32)[None]) & (index < count[:, None]))
+    token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 1)
     token, _ = sample(_at(logits, accepted), token_keys, temperature, top_k, top_p)
     return accepted, token
 
 
-def _split(keys: Array) -> tuple[Array, Array]:
-    both = jax.vmap(jax.random.split)(keys)
-    return both[:, 0], both[:, 1]
-
-
-def _uniforms(keys: Array, m: int) -> Array:
-    return jax.vmap(lambda key: jax.random.uniform(key, (m,)))(keys)
+def _noise(keys: Array, m: int, vocab: int) -> tuple[Array, Array]:
+    """Independent uniforms ``[B, m]`` and Gumbel noise ``[B, vocab]``, from one draw a row."""
+    smallest = float(jnp.finfo(jnp.float32).tiny)
+    uniforms = jax.vmap(lambda key: jax.random.uniform(key, (m + vocab,), minval=smallest))(keys)
+    return uniforms[:, :m], -jnp.log(-jnp.log(uniforms[:, m:]))
 
 
 def _leading(flags: Array) -> Array:

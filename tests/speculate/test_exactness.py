@@ -74,7 +74,7 @@ def test_block_accepts_at_least_as_many_as_standard_on_the_same_draws(drawn, pro
     assert (mean >= -4 * error).all()
     if probabilistic:
         wrong = list(toy.PROBABILISTIC).index("wrong")
-        assert (mean[wrong] > 4 * error[wrong]).all()
+        assert (mean[wrong, :2] > 4 * error[wrong, :2]).all()
 
 
 # exact enumeration: uniforms are integrated, drafts are summed over
@@ -143,7 +143,8 @@ def enumerate_block(p0, p1, p2, q1, q2, count, method):
 @pytest.mark.parametrize("kind", ["random", "right", "disjoint", "one-hot"])
 def test_enumerated_output_is_the_target(method, kind, count):
     rng = np.random.default_rng(3)
-    for _ in range(4):
+    # a few random tables are not enough: residuals of one token alone hide their weights
+    for _ in range(30 if kind == "random" else 6):
         p0, p1, p2 = distribution(rng), distribution(rng, 3), distribution(rng, 3, 3)
         q1, q2 = distribution(rng), distribution(rng, 3)
         if kind == "right":
@@ -154,7 +155,7 @@ def test_enumerated_output_is_the_target(method, kind, count):
             q1, q2 = None, tuple(rng.integers(0, 3, 2))
         out, _ = enumerate_block(p0, p1, p2, q1, q2, count, method)
         expected = p0[:, None, None].astype(np.float64) * p1[:, :, None] * p2
-        np.testing.assert_allclose(out, expected, atol=2e-6)
+        np.testing.assert_allclose(out, expected, rtol=0, atol=3e-7)
 
 
 @pytest.mark.parametrize("one_hot", [False, True])

@@ -85,8 +85,8 @@ def run(tables, key, draws: int, method: str, probabilistic: bool, synthetic_rat
     """Speculate ``draws`` times for every table and every shape.
 
     ``tables`` ``[k, V, V, V]`` logits, of which those of index 2 are drawn from unshaped, or ``[k, V, V]`` tokens.
-    Returns the first tokens ``[k, shapes, draws, STEPS]``; accepted and judged drafts of all steps, and accepted of
-    the first, ``[k, shapes, draws]``.
+    Returns the first tokens ``[k, shapes, draws, STEPS]``; accepted and judged drafts of all steps, and accepted of the
+    first, ``[k, shapes, draws]``.
     """
     kinds, shapes = tables.shape[0], len(SHAPES)
     rows = kinds * shapes * draws
@@ -111,13 +111,13 @@ def run(tables, key, draws: int, method: str, probabilistic: bool, synthetic_rat
         row = jnp.arange(rows)
         context = [tokens[row, length - 2], tokens[row, length - 1]]
         now = step_keys(keys, length)
-        both = jax.vmap(partial(jax.random.split, num=DRAFTS + 1))(now)
+        noise = jax.vmap(lambda k: jax.random.gumbel(jax.random.fold_in(k, 99), (DRAFTS, VOCAB)))(now)
         probs = []
         for i in range(DRAFTS):
             last = context[-2], context[-1]
             if probabilistic:
                 q = tables[kind, shape, *last]
-                context.append(jax.vmap(jax.random.categorical)(both[:, i], q).astype(jnp.int32))
+                context.append(jnp.argmax(q + noise[:, i], axis=-1).astype(jnp.int32))
                 probs.append(jnp.exp(q))
             else:
                 # after a -1 the context means nothing, and nothing is looked at
@@ -131,7 +131,7 @@ def run(tables, key, draws: int, method: str, probabilistic: bool, synthetic_rat
             drafts,
             count,
             jnp.stack(probs, axis=1) if probabilistic else None,
-            both[:, DRAFTS],
+            now,
             temperature[shape],
             top_k[shape],
             top_p[shape],
