@@ -95,13 +95,13 @@ class ModelConfig:
                     f"num_experts must be a multiple of num_expert_group={self.num_expert_group}, "
                     f"got {self.num_experts}"
                 )
+            if self.num_expert_group > 1 and self.num_experts // self.num_expert_group < 2:
+                raise ValueError(f"num_expert_group must leave two experts a group, got {self.num_expert_group}")
             if self.num_experts_per_token > self.topk_group * (self.num_experts // self.num_expert_group):
                 raise ValueError(
                     f"num_experts_per_token must fit the {self.topk_group} groups of "
                     f"{self.num_experts // self.num_expert_group} experts kept, got {self.num_experts_per_token}"
                 )
-            if self.num_expert_group > 1 and self.num_experts // self.num_expert_group < 2:
-                raise ValueError(f"num_expert_group must leave two experts a group, got {self.num_expert_group}")
         for name in ("latent_norm_eps", "rms_norm_eps", "routed_scaling_factor", "initializer_range"):
             check_number(name, getattr(self, name), above=0)
         for name in ("moe_renormalize", "router_weight_uses_bias"):

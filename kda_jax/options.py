@@ -18,7 +18,7 @@ import numpy as np
 from kda_jax.config import check_choice, check_integer
 
 IMPLEMENTATIONS = (None, "xla", "pallas")
-METHODS = ("ngram", "draft", "dspark")
+METHODS = ("ngram", "custom", "draft", "dspark")
 REJECTIONS = ("standard", "block", "synthetic")
 
 Number = int | float | np.ndarray | jax.Array
@@ -109,8 +109,8 @@ class SpeculativeOptions:
     """How drafts are made and judged. Static and hashable.
 
     Attributes:
-      method: who drafts; ``"ngram"`` looks the last tokens up in prompt and output. ``"draft"`` and ``"dspark"`` are
-        not implemented.
+      method: who drafts; ``"ngram"`` looks the last tokens up in prompt and output; ``"custom"`` is a
+        drafter of the caller's. ``"draft"`` and ``"dspark"`` are not implemented.
       num_draft_tokens: drafts in a window, at least 1; the window is one longer.
       recover: True keeps one state per request and folds accepted records into it; False keeps a state for every
         position of the window (native). The tokens are the same.
@@ -137,8 +137,8 @@ class SpeculativeOptions:
 
     def __post_init__(self):
         check_choice("method", self.method, METHODS)
-        if self.method != "ngram":
-            raise ValueError(f"method {self.method!r} is not implemented; 'ngram' is")
+        if self.method in ("draft", "dspark"):
+            raise ValueError(f"method {self.method!r} is not implemented; 'ngram' and 'custom' are")
         check_integer("num_draft_tokens", self.num_draft_tokens, 1)
         if not isinstance(self.recover, bool):
             raise ValueError(f"recover must be True or False, got {self.recover!r}")
@@ -164,7 +164,7 @@ class SpeculativeOptions:
             good = isinstance(rates, tuple | list) and all(_is_real(r) and 0 <= r <= 1 for r in rates)
             if not good or len(rates) != m or any(a < b for a, b in itertools.pairwise(rates)):
                 raise ValueError(
-                    f"synthetic_rates must be {m} (num_draft_tokens) numbers in [0, 1] that do not increase, got {rates!r}"
+                    f"synthetic_rates must be num_draft_tokens={m} numbers in [0, 1], not increasing, got {rates!r}"
                 )
             object.__setattr__(self, "synthetic_rates", tuple(float(r) for r in rates))
         elif not (_is_real(length) and 1 <= length <= m + 1):

@@ -10,10 +10,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from tiny import TINY, TINY_HF, random_params
 
 from kda_jax import checkpoint
 from kda_jax.checkpoint import Model, load, save
+from kda_jax.hf_tensors import tensor_plan
+from kda_jax.presets import load_config
+from tests.tiny import TINY, TINY_HF, random_params
 
 
 def assert_same(a, b):
@@ -411,11 +413,20 @@ def test_saved_names_are_the_released_ones(tmp_path):
     assert tensors["model.layers.0.self_attn.A_log"].shape == (1, 1, 2, 1)
     assert tensors["model.layers.0.self_attn.dt_bias"].shape == (12,)
     assert tensors["model.layers.0.mlp.down_proj.weight"].shape == (24, 28)
-    assert tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"].shape == (24, 11)
-    assert tensors["model.layers.1.block_sparse_moe.shared_experts.up_proj.weight"].shape == (22, 24)
+    assert tensors["model.layers.1.block_sparse_moe.experts.3.w2.weight"].shape == (24, 12)
+    assert tensors["model.layers.1.block_sparse_moe.shared_experts.up_proj.weight"].shape == (24, 24)
     assert tensors["model.layers.1.self_attn.kv_a_proj_with_mqa.weight"].shape == (13, 24)
     per_layer = {"kda": 15, "mla": 5}, {"dense": 3, "moe": 2 + 3 * 4 + 3}
     expected = 3 + sum(
         2 + per_layer[0][m] + per_layer[1][f] for m, f in zip(TINY.mixer_kinds, TINY.ffn_kinds, strict=True)
     )
     assert len(tensors) == expected
+
+
+def test_kimi_linear_48b_has_its_published_number_of_tensors():
+    names = [
+        piece.name
+        for spellings in jax.tree.leaves(tensor_plan(load_config("kimi_linear_48b")))
+        for piece in spellings.options[0]
+    ]
+    assert len(names) == len(set(names)) == 20_493

@@ -36,8 +36,9 @@ TINY = ModelConfig(
     dtype="float32",
 )
 
-# what transformers can hold: K == V, as many value heads as key heads
-TINY_HF = dataclasses.replace(TINY, kda_num_value_heads=2, kda_value_dim=6)
+# what transformers can hold (K == V, as many value heads as key heads) and run (torch's grouped product wants rows of
+# a multiple of 16 bytes)
+TINY_HF = dataclasses.replace(TINY, kda_num_value_heads=2, kda_value_dim=6, moe_intermediate_size=12)
 
 
 def random_params(config: ModelConfig, seed: int = 0) -> ModelParams:

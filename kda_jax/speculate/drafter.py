@@ -49,7 +49,7 @@ class Draft(NamedTuple):
 
     ``tokens`` int32 ``[B, m]``; -1 where it has none: judging stops there, and what follows is not looked at.
     ``probs`` fp32 ``[B, m, V]``: the distribution each token was really sampled from, so after temperature, top-k and
-    top-p (else the output's distribution is wrong); None for a drafter that does not sample: its distribution is one-hot.
+    top-p (else the output's distribution is wrong); None for a drafter that does not sample, whose ``q`` is one-hot.
     """
 
     tokens: Array

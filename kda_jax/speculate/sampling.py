@@ -1,7 +1,8 @@
 """From logits to tokens: temperature, top-k and top-p, greedy rows, and the keys rows draw with.
 
 Greedy and sampled rows mix in a batch. What only sampled rows need (thresholds, random bits) sits under one
-``lax.cond`` and is skipped at run time when every row is greedy; what ``top_k`` or ``top_p`` need is compiled only where one is given.
+``lax.cond`` and is skipped at run time when every row is greedy; what ``top_k`` or ``top_p`` need is compiled only
+where one is given.
 """
 
 import jax
@@ -88,7 +89,7 @@ def _kept(scaled: Array, top_k: Array | None, top_p: Array | None) -> Array:
 
 
 def _most_likely(values: Array, among: Array, weight: Array, needed: Array) -> Array:
-    """The fewest largest ``values`` whose weights sum to at least ``needed``, bool ``[..., V]``; of equal ones the first.
+    """The fewest largest ``values`` whose weights sum to at least ``needed``, bool ``[..., V]``; of equals the first.
 
     Only those ``among`` count; all of them when their sum falls short. ``weight`` is equal where ``values`` are.
     Thresholds are found bit by bit: a few dozen sums over the vocabulary instead of a sort.
@@ -121,7 +122,7 @@ def _largest_threshold(order: Array, weight: Array, needed: Array, bits: int) ->
 
 
 def draw(log_weights: Array, keys: Array) -> Array:
-    """One token per row, int32 ``[B]``, of probability proportional to ``exp(log_weights [B, V])``; ``keys`` ``[B]``."""
+    """One token per row, int32 ``[B]``, of probability proportional to ``exp(log_weights)``, ``[B, V]``."""
     return jax.vmap(jax.random.categorical)(keys, log_weights).astype(jnp.int32)
 
 

@@ -1,0 +1,26 @@
+"""Which implementations each operation has. A test that takes `implementation` runs once for each of them.
+
+A module names the operations it calls in `OPS`; with several, the implementations that all of them have are run.
+A new kernel is added to this table and nowhere else.
+"""
+
+IMPLEMENTATIONS = {
+    "kda_gate": ("xla",),
+    "conv_prefill": ("xla",),
+    "conv_step": ("xla",),
+    "conv_commit": ("xla",),
+    "kda_recurrent": ("xla",),
+    "kda_chunked": ("xla",),
+    "kda_decode": ("xla",),
+    "kda_verify": ("xla",),
+    "kda_verify_native": ("xla",),
+    "kda_commit": ("xla",),
+    "plan_commit": ("xla",),
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "implementation" in metafunc.fixturenames:
+        first, *rest = metafunc.module.OPS
+        shared = [name for name in IMPLEMENTATIONS[first] if all(name in IMPLEMENTATIONS[op] for op in rest)]
+        metafunc.parametrize("implementation", shared)
