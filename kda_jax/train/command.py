@@ -11,7 +11,7 @@ from kda_jax.config import ModelConfig
 
 ACTIONS = ("run", "prepare", "evaluate", "card")
 DEFAULT_CONFIG = "kda_python_6m"
-SMOKE_MINUTES = 0.5
+SMOKE_STEPS, SMOKE_MINUTES = 200, 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_group.add_argument("--config", default=DEFAULT_CONFIG, help="config.json, its folder, or the name of one")
     run_group.add_argument("--steps", type=int, default=Hyperparameters.total_steps, help="optimiser steps at most")
     run_group.add_argument("--max-minutes", type=float, help="wall clock; the learning rate decays to its end by then")
-    run_group.add_argument("--smoke", action="store_true", help=f"a run of {SMOKE_MINUTES} minutes")
+    run_group.add_argument(
+        "--smoke", action="store_true", help=f"{SMOKE_STEPS} steps, {SMOKE_MINUTES:.0f} minutes at most"
+    )
     run_group.add_argument("--checkpoint", type=Path, help="folder of the training state; default: OUTPUT/state")
     run_group.add_argument("--checkpoint-every", type=int, default=2000, help="steps; 0: never")
     run_group.add_argument("--eval-every", type=int, default=500, help="steps")
@@ -97,7 +99,7 @@ def _train(args: argparse.Namespace) -> int:
 
     _need(args, "data", "output")
     named = {f.name: getattr(args, f.name) for f in dataclasses.fields(Hyperparameters) if hasattr(args, f.name)}
-    named["total_steps"] = args.steps
+    named["total_steps"] = min(args.steps, SMOKE_STEPS) if args.smoke else args.steps
     named["dtype"] = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     options = TrainOptions(
         data=args.data,

@@ -20,13 +20,9 @@ from kda_jax.train.step import cross_entropy
 
 
 @partial(jax.jit, static_argnames=("config", "forward"))
-def _total_nats(params, windows, valid, *, config, forward):
-    def one(total, batch):
-        tokens, mask = batch
-        nll, _ = cross_entropy(forward(params, config, tokens[:, :-1], None), tokens[:, 1:])
-        return total + jnp.where(mask, nll, 0.0).sum(), None
-
-    return jax.lax.scan(one, jnp.zeros(()), (windows, valid))[0]
+def _total_nats(params, tokens, valid, *, config, forward):
+    nll, _ = cross_entropy(forward(params, config, tokens[:, :-1], None), tokens[:, 1:])
+    return jnp.where(valid, nll, 0.0).sum()
 
 
 def windows_of(split: Split, seq_len: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +53,11 @@ def held_out_loss(
 ) -> dict[str, float]:
     """``bits_per_byte`` of the split's text and ``nats_per_token``; the end of every file is predicted and counted."""
     windows, valid = windows_of(split, seq_len, batch_size)
-    total = float(_total_nats(params, windows, valid, config=config, forward=forward))
+    batches = [
+        _total_nats(params, tokens, mask, config=config, forward=forward)
+        for tokens, mask in zip(windows, valid, strict=True)
+    ]
+    total = float(np.sum(jax.device_get(batches), dtype=np.float64))
     return {"bits_per_byte": total / math.log(2) / split.num_bytes, "nats_per_token": total / (len(split.tokens) - 1)}
 
 

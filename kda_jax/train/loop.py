@@ -117,7 +117,7 @@ class _Run:
             f"{hyper.batch_size} x {hyper.seq_len} tokens a step; {jax.devices()[0].device_kind}; from step {step}"
         )
         warm_since, warm_step = None, step
-        while step < last and (limit is None or self.elapsed() < limit):
+        while step < last and (limit is None or step == first or self.elapsed() < limit):
             count = min(options.steps_per_call, last - step)
             share = 0.0 if limit is None else self.elapsed() / limit
             self.state, metrics = run_steps(
