@@ -127,12 +127,15 @@ def _evaluate(args: argparse.Namespace) -> int:
     _need(args, "data")
     model = kda_jax.load(args.model, dtype=args.dtype)
     splits, _ = read_corpus(args.data)
-    figures = held_out_loss(model.params, model.config, splits["held_out"], forward=forward, seq_len=args.seq_len)
-    print(f"held out: {figures['bits_per_byte']:.4f} bits/byte, {figures['nats_per_token']:.4f} nats/token", flush=True)
+    held_out = held_out_loss(model.params, model.config, splits["held_out"], forward=forward, seq_len=args.seq_len)
+    print(json.dumps(held_out, indent=1), flush=True)
     prompts = json.loads((args.data / "prompts.json").read_text())
     tokenizer = read_tokenizer(args.data)
-    quality = sample_quality(model.params, model.config, tokenizer, prompts, seed=args.seed, output=args.output)
-    print(json.dumps(quality, indent=1))
+    figures, samples = sample_quality(model.params, model.config, tokenizer, prompts, seed=args.seed)
+    print(json.dumps(figures, indent=1))
+    if args.output is not None:
+        content = figures | {f"held_out_{name}": value for name, value in held_out.items()} | {"results": samples}
+        args.output.write_text(json.dumps(content, indent=1) + "\n")
     return 0
 
 

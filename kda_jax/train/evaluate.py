@@ -1,6 +1,5 @@
 """Bits per byte on text that training did not see, and the quality of sampled Python."""
 
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -75,12 +74,11 @@ def sample_quality(
     temperature: float = 0.7,
     max_new_tokens: int = 200,
     seed: int = 0,
-    output: str | Path | None = None,
-) -> dict[str, Any]:
-    """Sample one continuation of each prompt and score it as ``quality.score`` does.
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Sample one continuation of each prompt (``text``) and score them as ``quality.score`` does.
 
-    A continuation ends at its end token if it makes one. With ``output``,
-    the figures and every sample are written there as JSON.
+    A continuation ends at its end token if it makes one. Returns the figures, and the prompts with ``continuation`` and
+    whether the two together tokenise, strictly.
     """
     import kda_jax
 
@@ -101,10 +99,8 @@ def sample_quality(
     texts = [tokenizer.decode(row, skip_special_tokens=False) for row in rows]
     figures = quality.score([p["text"] for p in prompts], texts, rows)
     figures |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
-    if output is not None:
-        samples = [
-            p | {"continuation": text, "tokenises": quality.python_tokenises(p["text"] + text)[0]}
-            for p, text in zip(prompts, texts, strict=True)
-        ]
-        Path(output).write_text(json.dumps(figures | {"results": samples}, indent=1) + "\n")
-    return figures
+    samples = [
+        p | {"continuation": text, "tokenises": quality.python_tokenises(p["text"] + text)[0]}
+        for p, text in zip(prompts, texts, strict=True)
+    ]
+    return figures, samples
