@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 
 from kda_jax.config import ModelConfig
+from kda_jax.presets import load_config
 
 ACTIONS = ("run", "prepare", "evaluate", "card")
 DEFAULT_CONFIG = "kda_python_6m"
@@ -63,18 +64,6 @@ def run(args: argparse.Namespace) -> int:
     return {"run": _train, "prepare": _prepare, "evaluate": _evaluate, "card": _card}[args.action](args)
 
 
-def find_config(name: str) -> ModelConfig:
-    """A configuration from a ``config.json``, a folder that holds one, or the name of one that travels along."""
-    path = Path(name)
-    package = Path(__file__).parents[1]
-    for candidate in (path, package / "configs" / name, package.parent / "configs" / name):
-        if candidate.is_file():
-            return ModelConfig.from_file(candidate)
-        if (candidate / "config.json").is_file():
-            return ModelConfig.from_file(candidate / "config.json")
-    raise ValueError(f"config must be a config.json, its folder or a known name, got {name!r}")
-
-
 def _need(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         if getattr(args, name) is None:
@@ -104,7 +93,7 @@ def _train(args: argparse.Namespace) -> int:
     options = TrainOptions(
         data=args.data,
         output=args.output,
-        config=find_config(args.config),
+        config=load_config(args.config),
         hyper=Hyperparameters(**named),
         checkpoint=args.checkpoint,
         max_minutes=SMOKE_MINUTES if args.smoke else args.max_minutes,
@@ -147,14 +136,3 @@ def _card(args: argparse.Namespace) -> int:
     quality = None if args.quality is None else json.loads(args.quality.read_text())
     print(write_card(args.model, metrics, ModelConfig.from_file(args.model / "config.json"), quality))
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """``python -m kda_jax.train``: as ``kda-jax train``."""
-    parser = argparse.ArgumentParser(prog="kda-jax train", description=__doc__)
-    add_arguments(parser)
-    args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except ValueError as error:
-        parser.exit(2, f"kda-jax train: {error}\n")

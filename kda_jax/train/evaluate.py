@@ -12,7 +12,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from kda_jax.config import ModelConfig
+from kda_jax.generation import generate
 from kda_jax.layers.params import ModelParams
+from kda_jax.options import GenerateOptions
 from kda_jax.train import quality
 from kda_jax.train.corpus import Split
 from kda_jax.train.step import cross_entropy
@@ -80,17 +82,13 @@ def sample_quality(
     A continuation ends at its end token if it makes one. Returns the figures, and the prompts with ``continuation`` and
     whether the two together tokenise, strictly.
     """
-    import kda_jax
-
     encoded = [tokenizer.encode(p["text"], add_special_tokens=False).ids for p in prompts]
     lengths = np.array([len(ids) for ids in encoded], np.int32)
     tokens = np.zeros((len(encoded), int(lengths.max())), np.int32)
     for row, ids in zip(tokens, encoded, strict=True):
         row[: len(ids)] = ids
-    options = kda_jax.GenerateOptions(
-        max_new_tokens=max_new_tokens, temperature=temperature, stop_tokens=config.eos_token_ids
-    )
-    result = kda_jax.generate(params, config, tokens, lengths, jax.random.key(seed), options=options)
+    options = GenerateOptions(max_new_tokens=max_new_tokens, temperature=temperature, stop_tokens=config.eos_token_ids)
+    result = generate(params, config, tokens, lengths, jax.random.key(seed), options=options)
     stop = set(config.eos_token_ids)
     rows = [
         [int(t) for t in row[:n] if int(t) not in stop]

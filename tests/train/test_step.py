@@ -12,8 +12,8 @@ from kda_jax.config import ModelConfig
 from kda_jax.layers.init import FP32_NAMES, init_params
 from kda_jax.layers.params import abstract_params
 from kda_jax.model import forward
+from kda_jax.presets import load_config
 from kda_jax.train import step as training
-from kda_jax.train.command import find_config
 from kda_jax.train.step import Hyperparameters, balance_routers, draw_batch, init_state, lr_fraction, run_steps
 from tests.train.helpers import bigram_forward, tiny_config
 
@@ -156,7 +156,7 @@ def test_loss_decreases_through_the_real_model(dtype):
 
 
 def test_shipped_configuration_fits():
-    config = find_config("kda_python_6m")
+    config = load_config("kda_python_6m")
     raw = json.loads((Path(kda_jax.__file__).parents[1] / "configs" / "kda_python_6m" / "config.json").read_text())
     assert config == ModelConfig.from_hf(raw)
     shapes = jax.tree.leaves(abstract_params(config, jnp.bfloat16))
