@@ -131,8 +131,8 @@ def _note_nan(state: _State, nan) -> _State:
 def _start(params: ModelParams, tokens, lengths, key, sampling: _Sampling, drafter_params, *, program: _Program):
     config, window = program.config, program.native_window
     batch, prompt = tokens.shape
-    size = prompt + program.new_tokens
     drafts = 0 if program.speculative is None else program.speculative.num_draft_tokens
+    size = prompt + program.new_tokens + drafts  # a window is cached whole, even where it can't all become output
     cache = make_cache(config, batch=batch, tokens=size, dtype=params.embed.dtype, states_per_row=window)
     row = jnp.arange(batch, dtype=jnp.int32)
     live = lengths > 0

@@ -147,7 +147,7 @@ def prefill(
         state = _write(cache.state, slots, jnp.stack([s for s, _ in states]))
         conv = _write(cache.conv, conv_slots, jnp.stack([h for _, h in states]))
     start = jnp.zeros_like(lengths)
-    rows = tuple(mla.write_latents(old, new, start, lengths) for old, new in zip(cache.latents, latents, strict=True))
+    rows = tuple(mla.write_latents(old, new, start) for old, new in zip(cache.latents, latents, strict=True))
     return _head(params, x, config)[:, 0], Cache(state, conv, rows)
 
 
@@ -182,14 +182,14 @@ def _step(
     L, N = cache.state.shape[:2]
     memory = (cache.state.reshape(L * N, *cache.state.shape[2:]), cache.conv.reshape(-1, *cache.conv.shape[2:]))
     pools = {"slots": N, "source_slots": N, "target_slots": N, "history_slots": cache.conv.shape[1]}
-    per_layer = {name: _spread(slot, L, pools[name]) for name, slot in slots.items()}
+    per_layer = {name: layered_slots(slot, L, pools[name]) for name, slot in slots.items()}
     extra = {} if mode == "decode" else {"lengths": lengths}
     latents, work = iter(cache.latents), []
     next_latents = []
     for layer, kind in zip(params.layers, config.mixer_kinds, strict=True):
         run = functools.partial(_step_layer, layer, x, config=config, implementation=implementation)
         if kind == "mla":
-            x, latent, _ = run(next(latents), {"computed": computed, "lengths": lengths}, mode="mla")
+            x, latent, _ = run(next(latents), {"computed": computed}, mode="mla")
             next_latents.append(latent)
         else:
             rows = {name: slot[len(work)] for name, slot in per_layer.items()}
@@ -198,11 +198,6 @@ def _step(
     records = jax.tree.map(lambda *leaves: jnp.stack(leaves), *work) if work else (None, cache.conv[:, :0])
     state = memory[0].reshape(cache.state.shape)
     return _head(params, x, config), Cache(state, cache.conv, tuple(next_latents)), StepRecords(*records)
-
-
-def _spread(slots, layers: int, slots_per_layer: int):
-    """Slots [...] of every layer as slots of the flattened pool: [L, ...]."""
-    return layered_slots(slots.reshape(-1), layers, slots_per_layer).reshape(layers, *slots.shape)
 
 
 def decode(params: ModelParams, config: ModelConfig, tokens, computed, cache: Cache, slots, *, implementation=None):

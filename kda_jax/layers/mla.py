@@ -12,6 +12,7 @@ from einops import rearrange
 from kda_jax.config import ModelConfig
 from kda_jax.layers.linear import linear, matmul_precision, rms_norm
 from kda_jax.layers.params import MLAParams
+from kda_jax.ops._slots import UNROLLED_ROWS
 
 QUERY_BLOCK = 1024  # tokens whose scores against the whole prompt are held at once
 
@@ -67,21 +68,28 @@ def prefill(params: MLAParams, x, config: ModelConfig):
     return linear(rearrange(o, "b t h d -> b t (h d)"), params.o_proj), cached
 
 
-def write_latents(cache, new, computed, lengths):
-    """``cache`` [B, S, d] with ``new`` [B, W, d] at positions ``computed .. computed + lengths - 1`` of each row."""
-    window = jnp.arange(new.shape[1])[None]
-    positions = jnp.where(window < lengths[:, None], computed[:, None] + window, cache.shape[1])
-    rows = jnp.arange(cache.shape[0])[:, None]
-    return cache.at[rows, positions].set(new.astype(cache.dtype), mode="drop")
+def write_latents(cache, new, computed):
+    """``cache`` [B, S, d] with ``new`` [B, W, d] at positions ``computed .. computed + W - 1`` of each row.
+
+    What is past a row's real tokens is written too: it is overwritten before anything reads it. ``computed + W <= S``.
+    """
+    new = new.astype(cache.dtype)
+    if cache.shape[0] <= UNROLLED_ROWS:
+        for row in range(cache.shape[0]):
+            start = (row, computed[row], 0)
+            cache = jax.lax.dynamic_update_slice(cache, new[row : row + 1], start)
+        return cache
+    positions = computed[:, None] + jnp.arange(new.shape[1])[None]
+    return cache.at[jnp.arange(cache.shape[0])[:, None], positions].set(new, mode="drop")
 
 
-def decode(params: MLAParams, x, cache, computed, lengths, config: ModelConfig):
-    """Windows ``x`` [B, W, D] of ``lengths`` [B] tokens on top of ``computed`` [B] cached ones.
+def decode(params: MLAParams, x, cache, computed, config: ModelConfig):
+    """Windows ``x`` [B, W, D] on top of ``computed`` [B] cached tokens.
 
-    Returns the output [B, W, D] and the next cache [B, S, r + rope]. Outputs past the length are meaningless.
+    Returns the output [B, W, D] and the next cache [B, S, r + rope]. Outputs past a row's real tokens are meaningless.
     """
     dtype, precision = x.dtype, matmul_precision(x.dtype)
-    cache = write_latents(cache, latent(params, x, config), computed, lengths)
+    cache = write_latents(cache, latent(params, x, config), computed)
     q_nope, q_rope = _queries(params, x, config)
     key_expansion, value_expansion = _expansion(params, config)
     q = jnp.einsum("bwhd,hdr->bwhr", q_nope, key_expansion.astype(dtype), precision=precision)

@@ -1,10 +1,12 @@
 """Reading and writing rows of a slot pool, where slot 0 is the null slot: never read as state, never written.
 
-A pool may have a leading layer axis; it is addressed as one pool of ``L * N`` slots, so that all layers move in one
-gather and one scatter.
+A pool is [N, ...], or [L, N, ...] with a leading layer axis.
 """
 
+import jax
 import jax.numpy as jnp
+
+UNROLLED_ROWS = 4  # up to this many rows are written one by one: always in place, where a scatter may copy the pool
 
 
 def expand(mask, ndim: int):
@@ -18,12 +20,20 @@ def read_slots(pool, slots):
 
 
 def write_slots(pool, slots, rows):
-    """``pool`` with ``rows`` [R, ...] written to ``slots`` [R]; null slots are dropped, all else is untouched."""
-    target = jnp.where(slots > 0, slots, pool.shape[0])
-    return pool.at[target].set(rows.astype(pool.dtype), mode="drop")
+    """``pool`` [L, N, ...] with ``rows`` [L, R, ...] written to ``slots`` [R]; null slots change nothing at all."""
+    rows = rows.astype(pool.dtype)
+    if slots.shape[0] > UNROLLED_ROWS:
+        target = jnp.where(slots > 0, slots, pool.shape[1])
+        return pool.at[:, target].set(rows, mode="drop")
+    for row in range(slots.shape[0]):
+        new = jax.lax.slice_in_dim(rows, row, row + 1, axis=1)
+        old = jax.lax.dynamic_slice_in_dim(pool, slots[row], 1, axis=1)
+        new = jnp.where(slots[row] > 0, new, old)
+        pool = jax.lax.dynamic_update_slice_in_dim(pool, new, slots[row], axis=1)
+    return pool
 
 
 def layered_slots(slots, layers: int, slots_per_layer: int):
-    """Slots [R] of each layer as slots of the flattened pool: int32 [L * R], null staying null."""
-    base = jnp.arange(layers, dtype=slots.dtype)[:, None] * slots_per_layer
-    return jnp.where(slots[None] > 0, slots[None] + base, 0).reshape(-1)
+    """Slots [...] of each layer as slots of the pool with layers flattened, [L * N, ...]: int32 [L, ...], null kept."""
+    base = (jnp.arange(layers, dtype=slots.dtype) * slots_per_layer).reshape((layers,) + (1,) * slots.ndim)
+    return jnp.where(slots[None] > 0, slots[None] + base, 0)

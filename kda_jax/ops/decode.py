@@ -46,4 +46,6 @@ def kda_decode(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
         apply_gate(raw_gate, gate),
         jax.nn.sigmoid(raw_beta.astype(jnp.float32)),
     )
-    return jnp.where(live[:, None, None], output, 0).astype(v.dtype), write_slots(state_pool, slots, state)
+    return jnp.where(live[:, None, None], output, 0).astype(v.dtype), write_slots(state_pool[None], slots, state[None])[
+        0
+    ]

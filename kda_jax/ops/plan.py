@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax.ops._checks import Dims
-from kda_jax.ops._slots import layered_slots, read_slots, write_slots
+from kda_jax.ops._slots import read_slots, write_slots
 
 
 @jax.tree_util.register_dataclass
@@ -99,16 +99,11 @@ def write_committed(pool, plan: CommitPlan, advance):
     ``advance(source [L, R, ...], length [R])`` gives the states [L, R, ...] after ``length`` tokens. All sources are
     read before anything is written, so a slot may be one row's source and another's target.
     """
-    L, N = pool.shape[:2]
-    flat = pool.reshape(L * N, *pool.shape[2:])
     commits = plan.commit_length > 0
-    source = read_slots(flat, layered_slots(jnp.where(commits, plan.source_slot, 0), L, N))
-    source = source.reshape(L, -1, *pool.shape[2:])
+    source = jax.vmap(read_slots, in_axes=(0, None))(pool, jnp.where(commits, plan.source_slot, 0))
     targets = [(plan.final_slot, plan.commit_length)]
     if plan.writes_boundaries:
         targets.append((plan.boundary_slot, plan.boundary_length))
     for slots, length in targets:
-        rows = advance(source, length)
-        slots = layered_slots(jnp.where(commits, slots, 0), L, N)
-        flat = write_slots(flat, slots, rows.reshape(-1, *pool.shape[2:]))
-    return flat.reshape(pool.shape)
+        pool = write_slots(pool, jnp.where(commits, slots, 0), advance(source, length))
+    return pool

@@ -150,5 +150,6 @@ def kda_verify_native(
     state = read_slots(state_pool, source_slots).astype(jnp.float32)
     _, (output, states) = jax.lax.scan(step, state, tuple(tokens_first(x) for x in inputs))
     targets = jnp.where(valid, target_slots, 0)
-    pool = write_slots(state_pool, targets.T.reshape(-1), states.reshape(-1, *states.shape[2:]))
+    states = states.reshape(1, -1, *states.shape[2:])
+    pool = write_slots(state_pool[None], targets.T.reshape(-1), states)[0]
     return jnp.where(valid[..., None, None], jnp.moveaxis(output, 0, 1), 0).astype(v.dtype), pool
