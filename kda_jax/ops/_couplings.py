@@ -27,7 +27,10 @@ class Couplings(typing.NamedTuple):
 
 def block_couplings(q, k, log_decay, beta) -> Couplings:
     """Couplings of each block: ``q``, ``k``, ``log_decay`` [..., n, K], ``beta`` [..., n], fp32; ``n`` is 2^i."""
-    *batch, n, K = k.shape
+    *lead, n, K = k.shape
+    # one batch axis: XLA's CPU library calls crash on the ranks that several would lead to (jaxlib 0.10)
+    q, k, log_decay, beta = (x.reshape(-1, *x.shape[len(lead) :]) for x in (q, k, log_decay, beta))
+    batch = k.shape[:1]
     prefix, suffix, total = log_decay, jnp.zeros_like(log_decay), log_decay
     attention = jnp.sum(q * k, axis=-1)[..., None, None]
     inverse = jnp.ones((*batch, n, 1, 1), jnp.float32)
@@ -54,7 +57,8 @@ def block_couplings(q, k, log_decay, beta) -> Couplings:
         suffix = jnp.concatenate([suffix_l + total_r, suffix_r], axis=-2).reshape(*batch, n, K)
         total = (total_l + total_r)[..., 0, :]
         size *= 2
-    return Couplings(attention[..., 0, :, :], inverse[..., 0, :, :], prefix, suffix, total[..., 0, :])
+    found = Couplings(attention[..., 0, :, :], inverse[..., 0, :, :], prefix, suffix, total[..., 0, :])
+    return Couplings(*(x.reshape(*lead, *x.shape[1:]) for x in found))
 
 
 def next_power_of_two(n: int) -> int:

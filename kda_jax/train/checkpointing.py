@@ -24,7 +24,7 @@ def save_state(state: Any, folder: str | Path, meta: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path, partial = folder / FILE_NAME, folder / (FILE_NAME + ".partial")
     leaves = jax.tree_util.tree_leaves_with_path(state)
-    arrays = {jax.tree_util.keystr(key): np.ascontiguousarray(jax.device_get(leaf)) for key, leaf in leaves}
+    arrays = {jax.tree_util.keystr(key): np.asarray(jax.device_get(leaf), order="C") for key, leaf in leaves}
     save_file(arrays, partial, metadata={"meta": json.dumps(meta)})
     os.replace(partial, path)
     return path

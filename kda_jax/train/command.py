@@ -8,10 +8,11 @@ from pathlib import Path
 import jax
 
 from kda_jax.config import ModelConfig
+from kda_jax.presets import load_config
 
 ACTIONS = ("run", "prepare", "evaluate", "card")
 DEFAULT_CONFIG = "kda_python_6m"
-SMOKE_MINUTES = 0.5
+SMOKE_STEPS, SMOKE_MINUTES = 200, 2.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_group.add_argument("--config", default=DEFAULT_CONFIG, help="config.json, its folder, or the name of one")
     run_group.add_argument("--steps", type=int, default=Hyperparameters.total_steps, help="optimiser steps at most")
     run_group.add_argument("--max-minutes", type=float, help="wall clock; the learning rate decays to its end by then")
-    run_group.add_argument("--smoke", action="store_true", help=f"a run of {SMOKE_MINUTES} minutes")
+    run_group.add_argument(
+        "--smoke", action="store_true", help=f"{SMOKE_STEPS} steps, {SMOKE_MINUTES:.0f} minutes at most"
+    )
     run_group.add_argument("--checkpoint", type=Path, help="folder of the training state; default: OUTPUT/state")
     run_group.add_argument("--checkpoint-every", type=int, default=2000, help="steps; 0: never")
     run_group.add_argument("--eval-every", type=int, default=500, help="steps")
@@ -59,18 +62,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Do what ``args.action`` says. Raises ``ValueError`` for arguments that make no sense."""
     return {"run": _train, "prepare": _prepare, "evaluate": _evaluate, "card": _card}[args.action](args)
-
-
-def find_config(name: str) -> ModelConfig:
-    """A configuration from a ``config.json``, a folder that holds one, or the name of one that travels along."""
-    path = Path(name)
-    package = Path(__file__).parents[1]
-    for candidate in (path, package / "configs" / name, package.parent / "configs" / name):
-        if candidate.is_file():
-            return ModelConfig.from_file(candidate)
-        if (candidate / "config.json").is_file():
-            return ModelConfig.from_file(candidate / "config.json")
-    raise ValueError(f"config must be a config.json, its folder or a known name, got {name!r}")
 
 
 def _need(args: argparse.Namespace, *names: str) -> None:
@@ -97,12 +88,12 @@ def _train(args: argparse.Namespace) -> int:
 
     _need(args, "data", "output")
     named = {f.name: getattr(args, f.name) for f in dataclasses.fields(Hyperparameters) if hasattr(args, f.name)}
-    named["total_steps"] = args.steps
+    named["total_steps"] = min(args.steps, SMOKE_STEPS) if args.smoke else args.steps
     named["dtype"] = args.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     options = TrainOptions(
         data=args.data,
         output=args.output,
-        config=find_config(args.config),
+        config=load_config(args.config),
         hyper=Hyperparameters(**named),
         checkpoint=args.checkpoint,
         max_minutes=SMOKE_MINUTES if args.smoke else args.max_minutes,
@@ -125,12 +116,15 @@ def _evaluate(args: argparse.Namespace) -> int:
     _need(args, "data")
     model = kda_jax.load(args.model, dtype=args.dtype)
     splits, _ = read_corpus(args.data)
-    figures = held_out_loss(model.params, model.config, splits["held_out"], forward=forward, seq_len=args.seq_len)
-    print(f"held out: {figures['bits_per_byte']:.4f} bits/byte, {figures['nats_per_token']:.4f} nats/token", flush=True)
+    held_out = held_out_loss(model.params, model.config, splits["held_out"], forward=forward, seq_len=args.seq_len)
+    print(json.dumps(held_out, indent=1), flush=True)
     prompts = json.loads((args.data / "prompts.json").read_text())
     tokenizer = read_tokenizer(args.data)
-    quality = sample_quality(model.params, model.config, tokenizer, prompts, seed=args.seed, output=args.output)
-    print(json.dumps(quality, indent=1))
+    figures, samples = sample_quality(model.params, model.config, tokenizer, prompts, seed=args.seed)
+    print(json.dumps(figures, indent=1))
+    if args.output is not None:
+        content = figures | {f"held_out_{name}": value for name, value in held_out.items()} | {"results": samples}
+        args.output.write_text(json.dumps(content, indent=1) + "\n")
     return 0
 
 
@@ -142,14 +136,3 @@ def _card(args: argparse.Namespace) -> int:
     quality = None if args.quality is None else json.loads(args.quality.read_text())
     print(write_card(args.model, metrics, ModelConfig.from_file(args.model / "config.json"), quality))
     return 0
-
-
-def main(argv: list[str] | None = None) -> int:
-    """``python -m kda_jax.train``: as ``kda-jax train``."""
-    parser = argparse.ArgumentParser(prog="kda-jax train", description=__doc__)
-    add_arguments(parser)
-    args = parser.parse_args(argv)
-    try:
-        return run(args)
-    except ValueError as error:
-        parser.exit(2, f"kda-jax train: {error}\n")

@@ -1,6 +1,5 @@
 """Bits per byte on text that training did not see, and the quality of sampled Python."""
 
-import json
 import math
 from collections.abc import Callable
 from functools import partial
@@ -13,20 +12,18 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from kda_jax.config import ModelConfig
+from kda_jax.generation import generate
 from kda_jax.layers.params import ModelParams
+from kda_jax.options import GenerateOptions
 from kda_jax.train import quality
 from kda_jax.train.corpus import Split
 from kda_jax.train.step import cross_entropy
 
 
 @partial(jax.jit, static_argnames=("config", "forward"))
-def _total_nats(params, windows, valid, *, config, forward):
-    def one(total, batch):
-        tokens, mask = batch
-        nll, _ = cross_entropy(forward(params, config, tokens[:, :-1], None), tokens[:, 1:])
-        return total + jnp.where(mask, nll, 0.0).sum(), None
-
-    return jax.lax.scan(one, jnp.zeros(()), (windows, valid))[0]
+def _total_nats(params, tokens, valid, *, config, forward):
+    nll, _ = cross_entropy(forward(params, config, tokens[:, :-1], None), tokens[:, 1:])
+    return jnp.where(valid, nll, 0.0).sum()
 
 
 def windows_of(split: Split, seq_len: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -57,7 +54,11 @@ def held_out_loss(
 ) -> dict[str, float]:
     """``bits_per_byte`` of the split's text and ``nats_per_token``; the end of every file is predicted and counted."""
     windows, valid = windows_of(split, seq_len, batch_size)
-    total = float(_total_nats(params, windows, valid, config=config, forward=forward))
+    batches = [
+        _total_nats(params, tokens, mask, config=config, forward=forward)
+        for tokens, mask in zip(windows, valid, strict=True)
+    ]
+    total = float(np.sum(jax.device_get(batches), dtype=np.float64))
     return {"bits_per_byte": total / math.log(2) / split.num_bytes, "nats_per_token": total / (len(split.tokens) - 1)}
 
 
@@ -75,24 +76,19 @@ def sample_quality(
     temperature: float = 0.7,
     max_new_tokens: int = 200,
     seed: int = 0,
-    output: str | Path | None = None,
-) -> dict[str, Any]:
-    """Sample one continuation of each prompt and score it as ``quality.score`` does.
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Sample one continuation of each prompt (``text``) and score them as ``quality.score`` does.
 
-    A continuation ends at its end token if it makes one. With ``output``,
-    the figures and every sample are written there as JSON.
+    A continuation ends at its end token if it makes one. Returns the figures, and the prompts with ``continuation`` and
+    whether the two together tokenise, strictly.
     """
-    import kda_jax
-
     encoded = [tokenizer.encode(p["text"], add_special_tokens=False).ids for p in prompts]
     lengths = np.array([len(ids) for ids in encoded], np.int32)
     tokens = np.zeros((len(encoded), int(lengths.max())), np.int32)
     for row, ids in zip(tokens, encoded, strict=True):
         row[: len(ids)] = ids
-    options = kda_jax.GenerateOptions(
-        max_new_tokens=max_new_tokens, temperature=temperature, stop_tokens=config.eos_token_ids
-    )
-    result = kda_jax.generate(params, config, tokens, lengths, jax.random.key(seed), options=options)
+    options = GenerateOptions(max_new_tokens=max_new_tokens, temperature=temperature, stop_tokens=config.eos_token_ids)
+    result = generate(params, config, tokens, lengths, jax.random.key(seed), options=options)
     stop = set(config.eos_token_ids)
     rows = [
         [int(t) for t in row[:n] if int(t) not in stop]
@@ -101,10 +97,8 @@ def sample_quality(
     texts = [tokenizer.decode(row, skip_special_tokens=False) for row in rows]
     figures = quality.score([p["text"] for p in prompts], texts, rows)
     figures |= {"temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
-    if output is not None:
-        samples = [
-            p | {"continuation": text, "tokenises": quality.python_tokenises(p["text"] + text)[0]}
-            for p, text in zip(prompts, texts, strict=True)
-        ]
-        Path(output).write_text(json.dumps(figures | {"results": samples}, indent=1) + "\n")
-    return figures
+    samples = [
+        p | {"continuation": text, "tokenises": quality.python_tokenises(p["text"] + text)[0]}
+        for p, text in zip(prompts, texts, strict=True)
+    ]
+    return figures, samples

@@ -13,8 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kda_jax.config import ModelConfig, check_integer
+from kda_jax import model
+from kda_jax.checkpoint import save
+from kda_jax.checks import check_integer
+from kda_jax.config import ModelConfig
 from kda_jax.layers.params import ModelParams
+from kda_jax.tokenizer import load_tokenizer
 from kda_jax.train import checkpointing
 from kda_jax.train.corpus import Split, read_corpus
 from kda_jax.train.evaluate import held_out_loss
@@ -55,19 +59,17 @@ class TrainOptions:
         return Path(self.output) / "state" if self.checkpoint is None else Path(self.checkpoint)
 
 
-def train(options: TrainOptions, *, forward: Callable[..., Any] | None = None) -> dict[str, Any]:
+def train(options: TrainOptions, *, forward: Callable[..., Any] = model.forward) -> dict[str, Any]:
     """Run (or resume) a training run and return its metrics, which ``output/metrics.json`` holds too.
 
     ``output/model`` always holds the weights with the least loss on the validation files so far, rounded to bf16, so a
     run that is killed leaves a model. The figures called ``held_out`` come from files that nothing in the run looked
     at. Without a time limit a run is reproducible, and resuming gives bit for bit what it would have given
-    uninterrupted. ``forward`` defaults to ``kda_jax.model.forward``.
+    uninterrupted. ``forward`` is a function with the signature of ``kda_jax.model.forward``.
 
     Raises ``ValueError`` when the corpus does not fit the configuration, the checkpoint is of another run, or the loss
     stops being finite.
     """
-    if forward is None:
-        from kda_jax.model import forward
     run = _Run(options, forward)
     with run.progress:
         return run.run()
@@ -117,7 +119,7 @@ class _Run:
             f"{hyper.batch_size} x {hyper.seq_len} tokens a step; {jax.devices()[0].device_kind}; from step {step}"
         )
         warm_since, warm_step = None, step
-        while step < last and (limit is None or self.elapsed() < limit):
+        while step < last and (limit is None or step == first or self.elapsed() < limit):
             count = min(options.steps_per_call, last - step)
             share = 0.0 if limit is None else self.elapsed() / limit
             self.state, metrics = run_steps(
@@ -164,9 +166,6 @@ class _Run:
 
     def evaluate(self, step: int, metrics: dict[str, np.ndarray] | None, rate: float | None) -> None:
         """Look at the validation files; keep the weights if they are the best so far."""
-        from kda_jax.checkpoint import save
-        from kda_jax.tokenizer import load_tokenizer
-
         params = released_params(self.state.params)
         loss = self._loss(params, "validation")
         record = {

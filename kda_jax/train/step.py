@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from kda_jax.config import ModelConfig, check_choice, check_integer
+from kda_jax.checks import check_choice, check_integer
+from kda_jax.config import ModelConfig
 from kda_jax.layers.init import fp32_leaves, init_params
 from kda_jax.layers.params import ModelParams, MoEParams
 
