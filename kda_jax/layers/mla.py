@@ -89,16 +89,26 @@ def decode(params: MLAParams, x, cache, computed, config: ModelConfig):
     Returns the output [B, W, D] and the next cache [B, S, r + rope]. Outputs past a row's real tokens are meaningless.
     """
     dtype, precision = x.dtype, matmul_precision(x.dtype)
-    cache = write_latents(cache, latent(params, x, config), computed)
+    new = latent(params, x, config)
     q_nope, q_rope = _queries(params, x, config)
     key_expansion, value_expansion = _expansion(params, config)
     q = jnp.einsum("bwhd,hdr->bwhr", q_nope, key_expansion.astype(dtype), precision=precision)
     q = jnp.concatenate([q, q_rope], axis=-1)
     scale = (config.qk_nope_dim + config.qk_rope_dim) ** -0.5
-    scores = jnp.einsum("bwhd,bsd->bhws", q, cache, precision=precision, preferred_element_type=jnp.float32) * scale
-    last = computed[:, None] + jnp.arange(x.shape[1])[None]
-    seen = jnp.arange(cache.shape[1])[None, None] <= last[:, :, None]
-    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1).astype(dtype)
-    o = jnp.einsum("bhws,bsr->bwhr", weights, cache[..., : config.kv_lora_rank], precision=precision)
-    o = jnp.einsum("bwhr,hdr->bwhd", o, value_expansion.astype(dtype), precision=precision)
-    return linear(rearrange(o, "b w h d -> b w (h d)"), params.o_proj), cache
+    window, cached = jnp.arange(x.shape[1]), jnp.arange(cache.shape[1])[None, None, None] < _column(computed)
+    causal = (window[None] <= window[:, None])[None, None]
+
+    def scores(keys, seen):
+        product = jnp.einsum("bwhd,bsd->bhws", q, keys, precision=precision, preferred_element_type=jnp.float32)
+        return jnp.where(seen, product * scale, -jnp.inf)
+
+    # the cache is read as it was and the window beside it, so that the update of the cache is its last use
+    both = jnp.concatenate([scores(cache, cached), scores(new, causal)], axis=-1)
+    weights = jnp.split(jax.nn.softmax(both, axis=-1).astype(dtype), [cache.shape[1]], axis=-1)
+    o = sum(jnp.einsum("bhws,bsr->bwhr", w, c, precision=precision) for w, c in zip(weights, (cache, new), strict=True))
+    o = jnp.einsum("bwhr,hdr->bwhd", o[..., : config.kv_lora_rank], value_expansion.astype(dtype), precision=precision)
+    return linear(rearrange(o, "b w h d -> b w (h d)"), params.o_proj), write_latents(cache, new, computed)
+
+
+def _column(x):
+    return x[:, None, None, None]

@@ -8,7 +8,8 @@ from kda_jax.config import ModelConfig
 from kda_jax.layers.linear import linear, matmul_precision
 from kda_jax.layers.params import MLPParams, MoEParams
 
-DENSE_EXPERTS = 16  # up to this many experts, running all of them on every token beats sorting tokens by expert
+DENSE_EXPERTS = 16  # up to this many experts, running all of them on every token beats fetching or sorting
+DENSE_TOKENS = 64
 
 
 def mlp(params: MLPParams, x):
@@ -53,16 +54,22 @@ def _experts_gathered(params: MoEParams, x, index, weights):
 
 def _experts_dense(params: MoEParams, x, index, weights):
     """Few experts: run all of them and weigh with zeros. [n, D] -> fp32 [n, D]."""
-    precision, dtype = matmul_precision(x.dtype), x.dtype
     experts = params.w1.shape[0]
     chosen = index[..., None] == jnp.arange(experts)[None, None]
     weights = jnp.sum(jnp.where(chosen, weights[..., None], 0), axis=1)  # [n, E]
-    gate = jnp.einsum("nd,eid->nei", x, params.w1.astype(dtype), precision=precision)
-    hidden = jax.nn.silu(gate) * jnp.einsum("nd,eid->nei", x, params.w3.astype(dtype), precision=precision)
-    hidden = (hidden.astype(jnp.float32) * weights[..., None]).astype(dtype)
-    return jnp.einsum(
-        "nei,edi->nd", hidden, params.w2.astype(dtype), precision=precision, preferred_element_type=jnp.float32
+    gate, up = (linear(x, rearrange(w, "e i d -> (e i) d")) for w in (params.w1, params.w3))
+    hidden = rearrange(jax.nn.silu(gate) * up, "n (e i) -> n e i", e=experts)
+    hidden = (hidden.astype(jnp.float32) * weights[..., None]).astype(x.dtype)
+    # for few tokens expert by expert: w2 then need not be transposed
+    product = "nei,edi->end" if x.shape[0] <= DENSE_TOKENS else "nei,edi->nd"
+    out = jnp.einsum(
+        product,
+        hidden,
+        params.w2.astype(x.dtype),
+        precision=matmul_precision(x.dtype),
+        preferred_element_type=jnp.float32,
     )
+    return out if out.ndim == 2 else jnp.sum(out, axis=0)
 
 
 def _experts_grouped(params: MoEParams, x, index, weights):
@@ -91,10 +98,10 @@ def moe(params: MoEParams, x, config: ModelConfig):
     B, T, _ = x.shape
     tokens = rearrange(x, "b t d -> (b t) d")
     index, weights = route(params, tokens, config)
-    if B * T * config.num_experts_per_token <= config.num_experts:
-        experts = _experts_gathered
-    elif config.num_experts <= DENSE_EXPERTS:
+    if config.num_experts <= DENSE_EXPERTS:
         experts = _experts_dense
+    elif B * T * config.num_experts_per_token <= config.num_experts:
+        experts = _experts_gathered
     else:
         experts = _experts_grouped
     out = rearrange(experts(params, tokens, index, weights).astype(x.dtype), "(b t) d -> b t d", b=B)

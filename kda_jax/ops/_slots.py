@@ -1,6 +1,6 @@
 """Reading and writing rows of a slot pool, where slot 0 is the null slot: never read as state, never written.
 
-A pool is [N, ...], or [L, N, ...] with a leading layer axis.
+A pool is [L, N, ...] here, with a leading layer axis.
 """
 
 import jax
@@ -15,8 +15,18 @@ def expand(mask, ndim: int):
 
 
 def read_slots(pool, slots):
-    """Rows ``pool[slots]``, zero where the slot is null: [N, ...], [R] -> [R, ...]."""
-    return jnp.where(expand(slots > 0, pool.ndim), jnp.asarray(pool)[slots], 0)
+    """Rows ``pool[:, slots]``, zero where the slot is null: [L, N, ...], [R] -> [L, R, ...]."""
+    pool = jnp.asarray(pool)
+    if slots.shape[0] > UNROLLED_ROWS:
+        rows = pool[:, slots]
+    else:
+        rows = jnp.concatenate([_row(pool, slots[row]) for row in range(slots.shape[0])] or [pool[:, :0]], axis=1)
+    return jnp.where(expand(slots > 0, pool.ndim - 1)[None], rows, 0)
+
+
+def _row(pool, slot):
+    # the same slice that ``write_slots`` updates: XLA then knows that the update can be made in place
+    return jax.lax.dynamic_slice_in_dim(pool, slot, 1, axis=1, allow_negative_indices=False)
 
 
 def write_slots(pool, slots, rows):
@@ -27,9 +37,8 @@ def write_slots(pool, slots, rows):
         return pool.at[:, target].set(rows, mode="drop")
     for row in range(slots.shape[0]):
         new = jax.lax.slice_in_dim(rows, row, row + 1, axis=1)
-        old = jax.lax.dynamic_slice_in_dim(pool, slots[row], 1, axis=1)
-        new = jnp.where(slots[row] > 0, new, old)
-        pool = jax.lax.dynamic_update_slice_in_dim(pool, new, slots[row], axis=1)
+        new = jnp.where(slots[row] > 0, new, _row(pool, slots[row]))
+        pool = jax.lax.dynamic_update_slice_in_dim(pool, new, slots[row], axis=1, allow_negative_indices=False)
     return pool
 
 

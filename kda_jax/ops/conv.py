@@ -12,13 +12,19 @@ from kda_jax.ops._slots import read_slots
 from kda_jax.ops.plan import CommitPlan, check_plan, write_committed
 
 
-def _convolve(history, x, weight):
+def _silu_quotient(y):
+    """``silu`` with the quotient last: XLA then keeps the result instead of recomputing it per element of a state.
+    Not for gradients, which overflow below -88."""
+    return y / (1 + jnp.exp(-y))
+
+
+def _convolve(history, x, weight, silu=jax.nn.silu):
     """History [B, Wc-1, C] then ``x`` [B, T, C] -> [B, T, C]."""
     T, width = x.shape[1], weight.shape[1]
     rows = jnp.concatenate([history.astype(x.dtype), x], axis=1)
     taps = weight.astype(jnp.float32).T[:, None, None, :]
     y = sum(taps[j] * jax.lax.slice_in_dim(rows, j, j + T, axis=1).astype(jnp.float32) for j in range(width))
-    return jax.nn.silu(y).astype(x.dtype)
+    return silu(y).astype(x.dtype)
 
 
 def _next_history(history, x, length):
@@ -86,7 +92,9 @@ def conv_step(x, weight, history_pool, slots, lengths, *, implementation=None):
     dims.check("slots", slots, "R", kind="int")
     dims.check("lengths", lengths, "R", kind="int")
     lengths = jnp.where(slots > 0, lengths, 0)
-    return _mask(_convolve(read_slots(history_pool, slots), _mask(x, lengths), weight), lengths)
+    return _mask(
+        _convolve(read_slots(history_pool[None], slots)[0], _mask(x, lengths), weight, _silu_quotient), lengths
+    )
 
 
 def conv_commit(history_pool, x, plan: CommitPlan, *, implementation=None):

@@ -39,7 +39,7 @@ def kda_decode(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
     HV, K = dims["HV"], dims["K"]
     live = slots > 0
     state, output, _ = recurrent_step(
-        read_slots(state_pool, slots).astype(jnp.float32),
+        read_slots(state_pool[None], slots)[0].astype(jnp.float32),
         repeat_heads(l2_normalize(q) * K**-0.5, HV, 1),
         repeat_heads(l2_normalize(k), HV, 1),
         v.astype(jnp.float32),

@@ -101,7 +101,7 @@ def write_committed(pool, plan: CommitPlan, advance):
     read before anything is written, so a slot may be one row's source and another's target.
     """
     commits = plan.commit_length > 0
-    source = jax.vmap(read_slots, in_axes=(0, None))(pool, jnp.where(commits, plan.source_slot, 0))
+    source = read_slots(pool, jnp.where(commits, plan.source_slot, 0))
     targets = [(plan.final_slot, plan.commit_length)]
     if plan.writes_boundaries:
         targets.append((plan.boundary_slot, plan.boundary_length))

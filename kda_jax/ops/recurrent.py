@@ -41,11 +41,20 @@ def repeat_heads(x, value_heads: int, axis: int):
 
 def recurrent_step(state, q, k, v, log_decay, beta):
     """One token. ``state`` [..., V, K]; ``q`` (already scaled), ``k``, ``log_decay`` [..., K]; ``v`` [..., V];
-    ``beta`` [...]; all fp32. Returns (state, output [..., V], correction [..., V])."""
-    state = state * jnp.exp(log_decay)[..., None, :]
-    correction = beta[..., None] * (v - jnp.sum(state * k[..., None, :], axis=-1))
-    state = state + correction[..., :, None] * k[..., None, :]
-    return state, jnp.sum(state * q[..., None, :], axis=-1), correction
+    ``beta`` [...]; all fp32. Returns (state, output [..., V], correction [..., V]).
+
+    The decayed state is not formed to be read: ``(S * a) k = S (a * k)``, and likewise for the output,
+    ``(S * a + u k^T) q = S (a * q) + u (k . q)``.
+    """
+    decay = jnp.exp(log_decay)
+    # the barrier keeps what made these small vectors from being computed again for every element of the state
+    q, k, v, decay, beta = jax.lax.optimization_barrier((q, k, v, decay, beta))
+    seen = jnp.einsum("...vk,...nk->...nv", state, jnp.stack([k * decay, q * decay], axis=-2), precision=HIGHEST)
+    correction = beta[..., None] * (v - seen[..., 0, :])
+    output = seen[..., 1, :] + correction * jnp.sum(q * k, axis=-1, keepdims=True)
+    correction = jax.lax.optimization_barrier(correction)
+    state = state * decay[..., None, :] + correction[..., :, None] * k[..., None, :]
+    return state, output, correction
 
 
 def kda_recurrent(q, k, v, log_decay, beta, *, initial_state=None, scale=None, lengths=None, implementation=None):

@@ -63,7 +63,7 @@ def kda_verify(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
     dims.check("lengths", lengths, "R", kind="int")
     W, HV, K = dims["W"], dims["HV"], dims["K"]
     valid = (jnp.arange(W)[None] < lengths[:, None]) & (slots > 0)[:, None]
-    state = read_slots(state_pool, slots).astype(jnp.float32)
+    state = read_slots(state_pool[None], slots)[0].astype(jnp.float32)
 
     def mask(x):
         return jnp.where(valid.reshape(valid.shape + (1,) * (x.ndim - 2)), x, 0)
@@ -147,7 +147,7 @@ def kda_verify_native(
         apply_gate(raw_gate, gate),
         jax.nn.sigmoid(raw_beta.astype(jnp.float32)),
     )
-    state = read_slots(state_pool, source_slots).astype(jnp.float32)
+    state = read_slots(state_pool[None], source_slots)[0].astype(jnp.float32)
     _, (output, states) = jax.lax.scan(step, state, tuple(tokens_first(x) for x in inputs))
     targets = jnp.where(valid, target_slots, 0)
     states = states.reshape(1, -1, *states.shape[2:])
