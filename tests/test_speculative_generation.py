@@ -147,3 +147,101 @@ def test_any_drafts_leave_the_tokens_alone(num_draft_tokens, ledger, request):
         check(case, num_draft_tokens, (True, False) if native else (True,), ledger)
 
     run()
+
+
+@pytest.mark.parametrize("config", [TINY, BOUNDED], ids=["softplus gate", "bounded gate"])
+def test_lookup_leaves_the_tokens_alone(config, ledger):
+    """The n-gram drafter, on prompts that repeat themselves; some drafts stand and some don't."""
+    drafted = accepted = 0
+
+    @few
+    @given(cases(config))
+    def run(case):
+        nonlocal drafted, accepted
+        case = dataclasses.replace(case, prompts=case.prompts % 3 + 8)
+        stop_tokens = case.stop_tokens()
+        plain = case.generate(stop_tokens)
+        for recover in (True, False) if config is TINY else (True,):
+            how = kda_jax.SpeculativeOptions("ngram", 3, recover=recover)
+            found = case.generate(stop_tokens, speculative=how)
+            check_emitted(found, case, stop_tokens)
+            for b, n in enumerate(plain.lengths):
+                prompt, what = case.prompts[b, : case.lengths[b]], f"n-gram drafts, recover={recover}, row {b}"
+                tokens = found.tokens[b, : found.lengths[b]]
+                ledger.compare(healthy_params(config), config, prompt, tokens, plain.tokens[b, :n], what)
+            # a step emits the drafts that stand and one token more, except that a stop token may be a draft itself
+            extra = 1 + found.stats.steps + found.stats.accepted.sum(axis=1) - found.lengths
+            assert np.isin(extra, (0, 1)).all()
+            assert not extra[found.lengths == case.new_tokens].any()
+            assert (found.stats.accepted <= found.stats.drafted).all()
+            assert (np.diff(found.stats.accepted, axis=1) <= 0).all()
+            drafted, accepted = drafted + found.stats.drafted.sum(), accepted + found.stats.accepted.sum()
+
+    run()
+    assert 0 < accepted < drafted
+
+
+def one_row(stop_tokens=(NEVER, NEVER), new_tokens=NEW, kind="right", length=9):
+    """A batch of five rows (the programs compiled above) whose first one is looked at, and its plain output."""
+    prompts = np.random.default_rng(1).integers(0, TINY.vocab_size, (5, PROMPT)).astype(np.int32)
+    case = Case(prompts, np.full(5, length, np.int32), new_tokens, (kind,) * 5, 0)
+    plain = case.generate((NEVER, NEVER))
+    how = kda_jax.SpeculativeOptions("custom", 3)
+    found = case.generate(stop_tokens, speculative=how, drafter=(Script(3), case.scripts(plain)[0]))
+    return plain.tokens[0], found
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3, 4, 5, 6, 7, 8])
+def test_a_stop_token_anywhere_in_an_accepted_run_ends_the_row(place):
+    """Prefill's token is place 0; the first run is places 1 to 4, three drafts and the token after them."""
+    output, _ = one_row()
+    assert output[place] not in output[:place], "choose another prompt"
+    _, found = one_row(stop_tokens=(int(output[place]), NEVER))
+    assert found.lengths[0] == place + 1
+    np.testing.assert_array_equal(found.tokens[0], [*output[: place + 1], *[0] * (NEW - place - 1)])
+    steps = -(-place // 4)
+    assert found.stats.steps[0] == steps
+    # a draft that stood but lies behind the stop token never came out, so it is not counted
+    assert found.stats.accepted[0].sum() == place - place // 4
+    np.testing.assert_array_equal(found.stats.drafted[0], [steps] * 3)
+
+
+@pytest.mark.parametrize("new_tokens", range(17, 25))
+def test_the_limit_anywhere_in_a_run_ends_the_row(new_tokens):
+    output, found = one_row(new_tokens=new_tokens)
+    assert found.tokens.shape == (5, new_tokens)
+    assert found.lengths[0] == new_tokens
+    np.testing.assert_array_equal(found.tokens[0], output[:new_tokens])
+    whole, rest = divmod(new_tokens - 1, 4)
+    assert found.stats.steps[0] == whole + (rest > 0)
+    # the last window drafts no more than can still come out
+    np.testing.assert_array_equal(found.stats.drafted[0], [whole + (rest > 1), whole + (rest > 2), whole])
+    np.testing.assert_array_equal(found.stats.accepted[0], found.stats.drafted[0])
+
+
+def test_the_acceptance_length_of_right_drafts_is_the_window():
+    _, found = one_row(new_tokens=29)
+    assert (found.lengths[0] - 1) / found.stats.steps[0] == 4
+    _, found = one_row(new_tokens=29, kind="wrong")
+    assert (found.lengths[0] - 1) / found.stats.steps[0] == 1
+    np.testing.assert_array_equal(found.stats.drafted[0], [27, 26, 25])
+    np.testing.assert_array_equal(found.stats.accepted[0], [0, 0, 0])
+
+
+def test_a_drafter_that_lost_track_would_be_noticed():
+    """``Script`` goes silent when its context changes under it, so the runs above show that it does not."""
+    from kda_jax.speculate.drafter import DraftContext
+
+    drafter, params = Script(2), np.arange(20, dtype=np.int32)[None]
+    tokens = np.asarray([[5, 6, 7, 8, 9, 1, 1, 1]], np.int32)
+
+    def context(tokens, length):
+        return DraftContext(jax.numpy.asarray(tokens), jax.numpy.asarray([length]), jax.numpy.zeros(1))
+
+    state = drafter.start(params, context(tokens, 3))
+    first = drafter(params, state, context(tokens, 4), None)
+    assert first.tokens.tolist() == [[4, 5]]
+    assert drafter(params, first.state, context(tokens, 5), None).tokens.tolist() == [[5, 6]]
+    assert drafter(params, state, context(tokens, 7), None).tokens.tolist() == [[-1, -1]]
+    changed = np.where(np.arange(8) == 1, 3, tokens)
+    assert drafter(params, first.state, context(changed, 5), None).tokens.tolist() == [[-1, -1]]
