@@ -1,16 +1,20 @@
 """Speculative verify: outputs and correction records from a checkpoint that is only read."""
 
 import dataclasses
+import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 from einops import rearrange
 
 from kda_jax.ops._checks import Dims, choose
-from kda_jax.ops._couplings import HIGHEST, block_couplings, next_power_of_two
+from kda_jax.ops._couplings import HIGHEST, block_couplings, next_power_of_two, window_couplings
 from kda_jax.ops._slots import read_slots, write_slots
 from kda_jax.ops.gate import GateParams, apply_gate, l2_normalize
 from kda_jax.ops.recurrent import recurrent_step, repeat_heads
+
+PAIRWISE_WINDOW = 16  # above, the pairs of a window are too many exponentials
 
 
 @jax.tree_util.register_dataclass
@@ -72,27 +76,40 @@ def kda_verify(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
     values, beta = mask(v.astype(jnp.float32)), mask(jax.nn.sigmoid(raw_beta.astype(jnp.float32)))
     log_decay = mask(apply_gate(raw_gate, gate))
 
-    padding = next_power_of_two(W) - W
-
-    def heads_first(x):
-        x = jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.swapaxes(x, 1, 2)
-
-    queries = heads_first(repeat_heads(l2_normalize(q) * K**-0.5, HV, 2))
-    keys = heads_first(repeat_heads(l2_normalize(k), HV, 2))
-    log_decay, beta, values = heads_first(log_decay), heads_first(beta)[..., None], heads_first(values)
-    block = block_couplings(queries, keys, log_decay, beta[..., 0])
-    decay = jnp.exp(block.prefix)
-    seen = jnp.einsum("rhwk,rhvk->rhwv", keys * decay, state, precision=HIGHEST)
-    correction = jnp.matmul(block.inverse, beta * (values - seen), precision=HIGHEST)
-    output = jnp.einsum("rhwk,rhvk->rhwv", queries * decay, state, precision=HIGHEST)
-    output = output + jnp.matmul(block.attention, correction, precision=HIGHEST)
+    queries, keys = repeat_heads(l2_normalize(q) * K**-0.5, HV, 2), repeat_heads(l2_normalize(k), HV, 2)
+    queries, keys, log_decay, beta, values = (jnp.swapaxes(x, 1, 2) for x in (queries, keys, log_decay, beta, values))
+    attention, solve, decay = _couple(queries, keys, log_decay, beta)
+    read = jnp.concatenate([keys * decay, queries * decay], axis=2)
+    seen, output = jnp.split(jnp.einsum("rhwk,rhvk->rhwv", read, state, precision=HIGHEST), 2, axis=2)
+    correction = solve(beta[..., None] * (values - seen))
+    output = output + jnp.matmul(attention, correction, precision=HIGHEST)
+    chex.assert_shape(correction, (dims["R"], HV, W, dims["V"]))
+    chex.assert_type(correction, jnp.float32)
     records = Records(
-        correction=correction[:, :, :W],
+        correction=correction,
         key=rearrange(k, "r w h k -> r h w k"),
         raw_gate=rearrange(raw_gate, "r w h k -> r h w k"),
     )
-    return rearrange(output[:, :, :W], "r h w v -> r w h v").astype(v.dtype), records
+    return rearrange(output, "r h w v -> r w h v").astype(v.dtype), records
+
+
+def _couple(q, k, log_decay, beta):
+    """Couplings of windows [R, HV, W, K]: attention [.., W, W], a function that applies ``(I + L)^-1``, exp(prefix)."""
+    W = k.shape[2]
+    if W <= PAIRWISE_WINDOW:
+        attention, lower, decay = window_couplings(q, k, log_decay, beta)
+        solve = functools.partial(
+            jax.lax.linalg.triangular_solve, lower, left_side=True, lower=True, unit_diagonal=True
+        )
+        return attention, solve, decay
+
+    def pad(x):
+        return jnp.pad(x, [(0, 0), (0, 0), (0, next_power_of_two(W) - W)] + [(0, 0)] * (x.ndim - 3))
+
+    block = block_couplings(pad(q), pad(k), pad(log_decay), pad(beta))
+    inverse = block.inverse[..., :W, :W]
+    attention, decay = block.attention[..., :W, :W], jnp.exp(block.prefix[..., :W, :])
+    return attention, lambda right: jnp.matmul(inverse, right, precision=HIGHEST), decay
 
 
 def kda_verify_native(
