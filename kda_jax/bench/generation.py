@@ -7,6 +7,7 @@ padded size, so each way of decoding is one compiled program.
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         call = _call(model, width, options, speculative)
         decoders[name] = lambda prompt, call=call: np.asarray(call(prompt).tokens[0])
         if name == "ngram, recovered":
+            _progress(f"n-gram drafts for {len(prompts)} prompts")
             acceptance = _acceptance([call(prompt).stats for prompt in prompts], len(prompts) * args.max_new_tokens)
     versions = {}
     if args.against_transformers:
@@ -129,8 +131,9 @@ def time_decoders(decoders: dict[str, Decode], prompts: list[np.ndarray], repeat
     outputs: dict[str, list[np.ndarray]] = {}
     for decode in decoders.values():
         decode(prompts[0])
-    for _ in range(repeats):
+    for turn in range(repeats):
         for name, decode in decoders.items():
+            _progress(f"run {turn + 1} of {repeats}: {name}")
             outputs[name] = []
             for prompt in prompts:
                 start = time.perf_counter()
@@ -149,6 +152,10 @@ def time_decoders(decoders: dict[str, Decode], prompts: list[np.ndarray], repeat
             "first_differences": [where for where in differ if where is not None],
         }
     return report
+
+
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _first_difference(a: np.ndarray, b: np.ndarray) -> int | None:

@@ -14,9 +14,11 @@ from kda_jax.checkpoint import Model, save
 def decoders(
     model: Model, max_new_tokens: int
 ) -> tuple[dict[str, Callable[[np.ndarray], np.ndarray]], dict[str, str | int]]:
-    """Greedy ``KimiLinearForCausalLM.generate`` with its cache on the CPU, on the weights and in the dtype of ``model``;
-    no token ends it. With torch's own number of threads and, if that is another, with one: on a busy machine many
-    threads can be much slower than one. Also the versions, for the report."""
+    """Greedy ``KimiLinearForCausalLM.generate`` with its cache, on the CPU, weights and dtype those of ``model``.
+
+    No token ends it. With torch's own number of threads and, if that is another, with one: on a busy machine many
+    threads can be much slower than one. Also the versions, for the report.
+    """
     with tempfile.TemporaryDirectory() as folder:
         save(model, folder)
         loaded = transformers.KimiLinearForCausalLM.from_pretrained(folder, dtype=getattr(torch, model.config.dtype))
