@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.console import Group
 from rich.table import Table
 
@@ -103,6 +104,7 @@ class _Maker:
     def __init__(self, shape: Shape, dtype: str, pool_bytes: int):
         self.shape, self.dtype, self.item = shape, jnp.dtype(dtype), jnp.dtype(dtype).itemsize
         self.sizes = _sizes(shape, self.item)
+        self.random = np.random.default_rng(0)
         self.groups = max(2, pool_bytes // self.sizes.state)  # how many times B requests' states fill the pool
         self.gate = ops.GateParams(jnp.zeros(shape.HV), jnp.full((shape.HV, shape.K), -3.0))
 
@@ -111,8 +113,8 @@ class _Maker:
         return (first + jnp.arange(self.shape.B)).astype(jnp.int32)
 
     def normal(self, *shape: int, dtype: Any = None) -> jax.Array:
-        key = jax.random.key(sum(shape))
-        return jax.random.normal(key, (INPUT_SETS, *shape), jnp.float32).astype(dtype or self.dtype)
+        values = self.random.standard_normal((INPUT_SETS, *shape), np.float32)
+        return jnp.asarray(values.astype(dtype or self.dtype))
 
     def tokens(self, *lead: int) -> tuple[jax.Array, ...]:
         """q, k, v, raw gate, raw beta of ``lead`` tokens."""
@@ -161,7 +163,7 @@ def _verify_native(m: _Maker, implementation) -> Case:
 
     def call(x, carry, slots):
         first = 1 + ((slots - 1) * s.W) % (m.groups * s.B)
-        targets = first[:, None] + jnp.arange(s.W, dtype=jnp.int32)
+        targets = first[:, None] + jnp.arange(s.W, dtype=jnp.int32)[None]
         return ops.kda_verify_native(*x, m.gate, carry[1], first, targets, full, implementation=implementation)
 
     carry = jnp.zeros((s.B, s.W, s.HV, s.V), m.dtype), m.pool()
@@ -185,9 +187,15 @@ def _commit(m: _Maker, implementation) -> Case:
 def _chunked(m: _Maker, implementation) -> Case:
     s, z = m.shape, m.sizes
     q, k, v, raw_gate, raw_beta = m.tokens(s.B, s.T)
-    log_decay = ops.kda_gate(raw_gate, m.gate.A_log, m.gate.dt_bias)
-    beta = jax.nn.sigmoid(raw_beta.astype(jnp.float32))
-    inputs = ops.l2_normalize(q).astype(m.dtype), ops.l2_normalize(k).astype(m.dtype), v, log_decay, beta
+
+    @jax.jit
+    def prepare(q, k, raw_gate, raw_beta):
+        log_decay = ops.kda_gate(raw_gate, m.gate.A_log, m.gate.dt_bias)
+        beta = jax.nn.sigmoid(raw_beta.astype(jnp.float32))
+        return ops.l2_normalize(q).astype(m.dtype), ops.l2_normalize(k).astype(m.dtype), log_decay, beta
+
+    q, k, log_decay, beta = prepare(q, k, raw_gate, raw_beta)
+    inputs = q, k, v, log_decay, beta
 
     def call(x, carry, slots):
         return ops.kda_chunked(*x, initial_state=carry[1], implementation=implementation)
