@@ -1,5 +1,6 @@
 """Commit: fold accepted records into the checkpoints, all rows and layers at once."""
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -64,4 +65,6 @@ def kda_commit(state_pool, records: Records, gate: GateParams, plan: CommitPlan,
         return source.astype(jnp.float32) * decay + update
 
     next_pool = write_committed(state_pool, plan, advance)
+    chex.assert_equal_shape([next_pool, state_pool])
+    chex.assert_type(next_pool, state_pool.dtype)
     return next_pool if layered else next_pool[0]

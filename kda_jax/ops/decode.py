@@ -1,5 +1,6 @@
 """One token a request, straight on the slot pool."""
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -46,6 +47,8 @@ def kda_decode(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
         apply_gate(raw_gate, gate),
         jax.nn.sigmoid(raw_beta.astype(jnp.float32)),
     )
+    chex.assert_shape(state, (dims["R"], HV, dims["V"], K))
+    chex.assert_type(state, jnp.float32)
     return jnp.where(live[:, None, None], output, 0).astype(v.dtype), write_slots(state_pool[None], slots, state[None])[
         0
     ]

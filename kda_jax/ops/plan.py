@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -67,7 +68,7 @@ def plan_commit(num_accepted, lengths, slots, *, align: AlignRows | None = None,
     source = jnp.where(n > 0, slots, 0).astype(jnp.int32)
     zero = jnp.zeros_like(n)
     if align is None:
-        return CommitPlan(n, source, source, zero, zero, writes_boundaries=False)
+        return _checked(CommitPlan(n, source, source, zero, zero, writes_boundaries=False))
     dims.check("align.block_table", align.block_table, "R columns", kind="int")
     dims.check("align.num_computed", align.num_computed, "R", kind="int")
     if align.block_size < 1:
@@ -85,7 +86,15 @@ def plan_commit(num_accepted, lengths, slots, *, align: AlignRows | None = None,
     crosses = (n > 0) & (computed + n >= boundary)
     boundary_slot = jnp.where(crosses, slot_at(boundary // align.block_size - 1), 0)
     boundary_length = jnp.where(boundary_slot > 0, boundary - computed, 0)
-    return CommitPlan(n, source, final, boundary_slot, boundary_length)
+    return _checked(CommitPlan(n, source, final, boundary_slot, boundary_length))
+
+
+def _checked(plan: CommitPlan) -> CommitPlan:
+    fields = jax.tree.leaves(plan)
+    chex.assert_rank(fields, 1)
+    chex.assert_equal_shape(fields)
+    chex.assert_type(fields, jnp.int32)
+    return plan
 
 
 def check_plan(dims: Dims, plan: CommitPlan) -> None:

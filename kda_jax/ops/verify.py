@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 from einops import rearrange
@@ -82,6 +83,8 @@ def kda_verify(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
     seen, output = jnp.split(jnp.einsum("rhwk,rhvk->rhwv", read, state, precision=HIGHEST), 2, axis=2)
     correction = solve(beta[..., None] * (values - seen))
     output = output + jnp.matmul(attention, correction, precision=HIGHEST)
+    chex.assert_shape(correction, (dims["R"], HV, W, dims["V"]))
+    chex.assert_type(correction, jnp.float32)
     records = Records(
         correction=correction,
         key=rearrange(k, "r w h k -> r h w k"),

@@ -37,7 +37,7 @@ class Hyperparameters:
     clip_norm: float = 1.0
     z_loss: float = 1e-4
     balance_rate: float = 1e-3  # step of the router's selection bias, scaled like the learning rate
-    input_mask: float = 0.0  # share of input tokens hidden behind the pad token (never the target)
+    input_noise: float = 0.0  # share of input tokens replaced by random ones (never the target)
     remat: bool = False  # recompute each layer in the backward pass: less memory, a third more work
     dtype: str = "bfloat16"  # of activations and of the weights they meet; masters and optimiser are fp32
 
@@ -54,7 +54,7 @@ class Hyperparameters:
         for name in ("weight_decay", "z_loss", "balance_rate"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
-        for name in ("min_lr_fraction", "input_mask", "beta1", "beta2"):
+        for name in ("min_lr_fraction", "input_noise", "beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)!r}")
 
@@ -153,12 +153,14 @@ def train_step(
     state: TrainState, tokens: jax.Array, elapsed: jax.Array, *, config: ModelConfig, hyper: Hyperparameters, forward
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One optimiser step on a batch drawn from ``tokens`` (unsigned [N]); metrics are fp32 scalars."""
-    batch_key, mask_key = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step))
+    batch_key, noise_key = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step))
     batch = draw_batch(hyper, tokens, batch_key)
     inputs, targets = batch[:, :-1], batch[:, 1:]
-    if hyper.input_mask:
-        hidden = jax.random.bernoulli(mask_key, hyper.input_mask, inputs.shape)
-        inputs = jnp.where(hidden, config.pad_token_id or 0, inputs)
+    if hyper.input_noise:
+        # random tokens, not one mask token: its embedding's gradient would be a sum that a GPU serialises
+        where_key, token_key = jax.random.split(noise_key)
+        replaced = jax.random.bernoulli(where_key, hyper.input_noise, inputs.shape)
+        inputs = jnp.where(replaced, jax.random.randint(token_key, inputs.shape, 0, config.vocab_size), inputs)
 
     def loss_fn(params):
         params = cast_params(_freeze_router_bias(params), DTYPES[hyper.dtype])

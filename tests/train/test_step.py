@@ -129,7 +129,7 @@ def test_dtypes_of_a_bf16_step():
 @pytest.mark.parametrize(
     ("field", "value"),
     [("batch_size", 0), ("seq_len", 1), ("learning_rate", 0.0), ("schedule", "linear"), ("dtype", "float16"),
-     ("input_mask", 1.0), ("weight_decay", -0.1)],
+     ("input_noise", 1.0), ("weight_decay", -0.1)],
 )  # fmt: skip
 def test_bad_hyperparameters_are_refused(field, value):
     with pytest.raises(ValueError, match=field):
@@ -142,7 +142,7 @@ def test_loss_decreases_through_the_real_model(dtype):
     config = tiny_config(num_experts=8)
     hyper = Hyperparameters(
         total_steps=60, batch_size=8, seq_len=24, learning_rate=1e-2, warmup_steps=5, weight_decay=0.01, dtype=dtype,
-        remat=dtype == "bfloat16", input_mask=0.05,
+        remat=dtype == "bfloat16", input_noise=0.05,
     )  # fmt: skip
     tokens = jnp.tile(jnp.arange(10, 60, dtype=jnp.uint16), 40)
     state = init_state(config, hyper, 0)

@@ -1,0 +1,249 @@
+"""The loop inside ``generate``: its state, and the two programs that make and advance it.
+
+``start`` runs prefill and samples the first token; ``advance`` takes up to a traced number of plain or speculative
+steps, its state donated. Nothing leaves the device in between.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from kda_jax import model, ops
+from kda_jax.cache import Cache, make_cache
+from kda_jax.config import ModelConfig
+from kda_jax.layers.params import ModelParams
+from kda_jax.options import SpeculativeOptions
+from kda_jax.speculate.drafter import DraftContext, count_drafts
+from kda_jax.speculate.rejection import accept
+from kda_jax.speculate.sampling import row_keys, sample, step_keys
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GenerateStats:
+    """Counts per row. Acceptance length is ``(emitted - 1) / steps``: prefill's token belongs to no step."""
+
+    steps: jax.Array  # int32 [B]: verify steps (plain: decode steps) while the row was live
+    drafted: jax.Array  # int32 [B, m]: how often a draft was judged at each position, the anchor row not counted
+    accepted: jax.Array  # int32 [B, m]: how often it became output
+    nan: jax.Array  # bool [B]: the row ended early because its logits held NaN (or +inf): nothing was sampled there
+    rejection: str | None = dataclasses.field(default=None, metadata={"static": True})  # None: plain decoding
+
+
+class Sampling(NamedTuple):
+    temperature: jax.Array  # [B]
+    top_k: jax.Array | None
+    top_p: jax.Array | None
+    stop_tokens: jax.Array  # [S]
+    limit: jax.Array  # int32 []: max_new_tokens
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LoopState:
+    """The loop's state. ``tokens[:, :lengths]`` is prompt and output; all but the last of those are in the cache."""
+
+    cache: Cache
+    tokens: jax.Array  # int32 [B, S]
+    lengths: jax.Array  # int32 [B]
+    emitted: jax.Array  # int32 [B]
+    done: jax.Array  # bool [B]
+    last_accepted: jax.Array  # int32 [B]: rows the last step committed; native mode reads its state there
+    keys: jax.Array  # [B]
+    drafter: Any
+    stats: GenerateStats
+
+
+class Program(NamedTuple):
+    """Everything static about a run."""
+
+    config: ModelConfig
+    implementation: str | None
+    new_tokens: int  # bucket of the output
+    speculative: SpeculativeOptions | None
+    drafter: Any
+
+    @property
+    def native_window(self) -> int:
+        native = self.speculative is not None and not self.speculative.recover
+        return self.speculative.window if native else 1
+
+
+def _emit(state: LoopState, tokens, count, sampling: Sampling) -> tuple[LoopState, jax.Array]:
+    """Append up to ``count`` [B] of ``tokens`` [B, W] to live rows, ending at a stop token or the limit.
+
+    Returns the state and how many tokens each row really emitted.
+    """
+    batch, width = tokens.shape
+    column = jnp.arange(width)[None]
+    is_stop = jnp.any(tokens[..., None] == sampling.stop_tokens[None, None], axis=-1) & (column < count[:, None])
+    first_stop = jnp.min(jnp.where(is_stop, column, width), axis=1)
+    count = jnp.minimum(jnp.minimum(count, first_stop + 1), sampling.limit - state.emitted)
+    count = jnp.where(state.done, 0, count)
+    position = jnp.where(column < count[:, None], state.lengths[:, None] + column, state.tokens.shape[1])
+    buffer = state.tokens.at[jnp.arange(batch)[:, None], position].set(tokens, mode="drop")
+    emitted = state.emitted + count
+    done = state.done | (first_stop < count) | (emitted >= sampling.limit)
+    state = dataclasses.replace(state, tokens=buffer, lengths=state.lengths + count, emitted=emitted, done=done)
+    return state, count
+
+
+def _slots(state: LoopState):
+    """Each live row's slot, 0 for rows that have ended."""
+    return jnp.where(state.done, 0, 1 + jnp.arange(state.done.shape[0], dtype=jnp.int32))
+
+
+def _note_nan(state: LoopState, nan) -> LoopState:
+    nan = nan & ~state.done
+    return dataclasses.replace(
+        state, done=state.done | nan, stats=dataclasses.replace(state.stats, nan=state.stats.nan | nan)
+    )
+
+
+@functools.partial(jax.jit, static_argnames="program")
+def start(params: ModelParams, tokens, lengths, key, sampling: Sampling, drafter_params, *, program: Program):
+    config, window = program.config, program.native_window
+    batch, prompt = tokens.shape
+    drafts = 0 if program.speculative is None else program.speculative.num_draft_tokens
+    size = prompt + program.new_tokens + drafts  # a window is cached whole, even where it can't all become output
+    cache = make_cache(config, batch=batch, tokens=size, dtype=params.embed.dtype, states_per_row=window)
+    row = jnp.arange(batch, dtype=jnp.int32)
+    live = lengths > 0
+    state_slots, conv_slots = jnp.where(live, 1 + row * window, 0), jnp.where(live, 1 + row, 0)
+    logits, cache = model.prefill(
+        params, config, tokens, lengths, cache, state_slots, conv_slots, implementation=program.implementation
+    )
+    zeros = jnp.zeros((batch,), jnp.int32)
+    counts = jnp.zeros((batch, drafts), jnp.int32)
+    keys = row_keys(key, batch)
+    state = LoopState(
+        cache=cache,
+        tokens=jnp.pad(tokens, [(0, 0), (0, program.new_tokens)]),
+        lengths=lengths,
+        emitted=zeros,
+        done=~live,
+        last_accepted=zeros + 1,
+        keys=keys,
+        drafter=None,
+        stats=GenerateStats(
+            zeros, counts, counts, ~live & False, rejection=program.speculative and program.speculative.rejection
+        ),
+    )
+    token, nan = sample(logits, step_keys(keys, zeros), sampling.temperature, sampling.top_k, sampling.top_p)
+    state, _ = _emit(_note_nan(state, nan), token[:, None], zeros + 1, sampling)
+    if program.drafter is not None:
+        state = dataclasses.replace(state, drafter=program.drafter.start(drafter_params, _context(state, sampling)))
+    return state
+
+
+def _context(state: LoopState, sampling: Sampling) -> DraftContext:
+    return DraftContext(state.tokens, state.lengths, sampling.temperature, sampling.top_k, sampling.top_p)
+
+
+def _last_tokens(state: LoopState):
+    return jnp.take_along_axis(state.tokens, jnp.maximum(state.lengths - 1, 0)[:, None], axis=1)
+
+
+def _plain_step(params, state: LoopState, sampling: Sampling, program: Program) -> LoopState:
+    logits, cache = model.decode(
+        params,
+        program.config,
+        _last_tokens(state)[:, 0],
+        state.lengths - 1,
+        state.cache,
+        _slots(state),
+        implementation=program.implementation,
+    )
+    keys = step_keys(state.keys, state.emitted)
+    token, nan = sample(logits, keys, sampling.temperature, sampling.top_k, sampling.top_p)
+    steps = state.stats.steps + ~state.done
+    state = dataclasses.replace(state, cache=cache, stats=dataclasses.replace(state.stats, steps=steps))
+    return _emit(_note_nan(state, nan), token[:, None], jnp.ones_like(state.emitted), sampling)[0]
+
+
+def _draft(drafter_params, state: LoopState, sampling: Sampling, program: Program):
+    """Drafts int32 [B, m], how many of them each row's output can still take, their probabilities, drafter state."""
+    keys = step_keys(jax.vmap(lambda key: jax.random.fold_in(key, 1))(state.keys), state.emitted)
+    draft = program.drafter(drafter_params, state.drafter, _context(state, sampling), keys)
+    room = jnp.maximum(sampling.limit - state.emitted - 1, 0)
+    count = jnp.where(state.done, 0, jnp.minimum(count_drafts(draft.tokens), room))
+    return draft.tokens, count, draft.probs, draft.state
+
+
+def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampling, program: Program) -> LoopState:
+    options, config, implementation = program.speculative, program.config, program.implementation
+    drafts, num_draft, probs, drafter_state = _draft(drafter_params, state, sampling, program)
+    slots, computed = _slots(state), state.lengths - 1
+    window = jnp.concatenate([_last_tokens(state), jnp.maximum(drafts, 0)], axis=1)
+    lengths = jnp.where(state.done, 0, 1 + num_draft)
+    if options.recover:
+        logits, cache, left = model.verify(
+            params, config, window, lengths, computed, state.cache, slots, implementation=implementation
+        )
+    else:
+        first = jnp.where(slots > 0, 1 + (slots - 1) * options.window, 0)
+        source = jnp.where(slots > 0, first + jnp.maximum(state.last_accepted, 1) - 1, 0)
+        targets = jnp.where((slots > 0)[:, None], first[:, None] + jnp.arange(options.window)[None], 0)
+        logits, cache, left = model.verify_native(
+            params,
+            config,
+            window,
+            lengths,
+            computed,
+            state.cache,
+            source,
+            targets,
+            slots,
+            implementation=implementation,
+        )
+    judged = accept(
+        logits,
+        drafts,
+        num_draft,
+        probs,
+        step_keys(state.keys, state.emitted),
+        sampling.temperature,
+        sampling.top_k,
+        sampling.top_p,
+        method=options.rejection,
+        synthetic_rates=options.acceptance_rates,
+    )
+    live, position = ~state.done, jnp.arange(options.num_draft_tokens)[None]
+    state, count = _emit(dataclasses.replace(state, drafter=drafter_state), judged.tokens, judged.num_emitted, sampling)
+    kept = jnp.minimum(judged.num_accepted_drafts, count)
+    stats = dataclasses.replace(
+        state.stats,
+        steps=state.stats.steps + live,
+        drafted=state.stats.drafted + (position < num_draft[:, None]),
+        accepted=state.stats.accepted + (position < kept[:, None]),
+    )
+    plan = ops.plan_commit(count, lengths, slots)
+    state = dataclasses.replace(
+        state,
+        cache=model.commit(params, config, cache, left, plan, implementation=implementation),
+        last_accepted=jnp.where(count > 0, count, state.last_accepted),
+        stats=stats,
+    )
+    return _note_nan(state, judged.nan)
+
+
+@functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
+def advance(params: ModelParams, state: LoopState, sampling: Sampling, drafter_params, steps, *, program: Program):
+    """Up to ``steps`` (int32 []) steps, fewer when every row has ended. Nothing leaves the device."""
+
+    def unfinished(carry):
+        state, step = carry
+        return (step < steps) & ~jnp.all(state.done)
+
+    def step(carry):
+        state, step = carry
+        if program.speculative is None:
+            state = _plain_step(params, state, sampling, program)
+        else:
+            state = _speculative_step(params, drafter_params, state, sampling, program)
+        return state, step + 1
+
+    return jax.lax.while_loop(unfinished, step, (state, jnp.int32(0)))[0]
