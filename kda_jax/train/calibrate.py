@@ -15,7 +15,7 @@ from kda_jax.train.corpus import Split
 from kda_jax.train.evaluate import held_out_loss, sample_quality
 
 SCALES = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8)
-MAX_REPEATED = 0.2
+MAX_REPEATED = 0.15
 
 
 def scale_logits(params: ModelParams, scale: float) -> ModelParams:
