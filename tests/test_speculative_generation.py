@@ -245,3 +245,25 @@ def test_a_drafter_that_lost_track_would_be_noticed():
     assert drafter(params, state, context(tokens, 7), None).tokens.tolist() == [[-1, -1]]
     changed = np.where(np.arange(8) == 1, 3, tokens)
     assert drafter(params, first.state, context(changed, 5), None).tokens.tolist() == [[-1, -1]]
+
+
+@pytest.mark.xfail(strict=True, reason="masked attention multiplies by zero, which leaves NaN")
+def test_a_rejected_draft_that_gives_nan_changes_nothing():
+    """Plain decoding never meets such a token, so neither its logits nor its traces in the cache may be seen."""
+    output, _ = one_row()
+    prompts = np.random.default_rng(1).integers(0, TINY.vocab_size, (5, PROMPT)).astype(np.int32)
+    poison = next(t for t in range(TINY.vocab_size) if t not in output and t not in prompts[0])
+    params = healthy_params(TINY)
+    params = dataclasses.replace(params, embed=params.embed.at[poison].set(np.nan))
+    found = kda_jax.generate(
+        params,
+        TINY,
+        prompts,
+        np.full(5, 9, np.int32),
+        KEY,
+        options=kda_jax.GenerateOptions(NEW, stop_tokens=(NEVER, NEVER)),
+        speculative=kda_jax.SpeculativeOptions("custom", 3),
+        drafter=(Script(3), np.full((ROWS, PROMPT + NEW), poison, np.int32)),
+    )
+    np.testing.assert_array_equal(found.tokens[0], output)
+    assert not found.stats.nan[0]
