@@ -115,15 +115,16 @@ def _train(args: argparse.Namespace) -> int:
 def _calibrate(args: argparse.Namespace) -> int:
     import kda_jax
     from kda_jax.model import forward
-    from kda_jax.train.calibrate import calibrate
+    from kda_jax.train.calibrate import calibrate, scale_logits
     from kda_jax.train.corpus import read_corpus
     from kda_jax.train.evaluate import read_tokenizer
 
     _need(args, "model", "data", "output")
     model = kda_jax.load(args.model)
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else None)
     splits, _ = read_corpus(args.data)
-    params, record = calibrate(
-        model.params,
+    _, record = calibrate(
+        kda_jax.load(args.model, dtype=dtype).params,
         model.config,
         read_tokenizer(args.data),
         json.loads((args.data / "validation_prompts.json").read_text()),
@@ -131,6 +132,7 @@ def _calibrate(args: argparse.Namespace) -> int:
         forward=forward,
         seed=args.seed,
     )
+    params = scale_logits(model.params, record["scale"])
     kda_jax.save(dataclasses.replace(model, params=params), args.output)
     (args.output / "calibration.json").write_text(json.dumps(record, indent=1) + "\n")
     print(json.dumps(record, indent=1))
