@@ -71,18 +71,22 @@ def prefill(params: KDAParams, x, lengths, config: ModelConfig, *, implementatio
     return _output(params, x, o, config), state, history
 
 
+def _window(params: KDAParams, x, history_pool, slots, lengths, config: ModelConfig, implementation):
+    """What a window ``x`` [R, W, D] brings to the state: (q, k, v, raw_gate, raw_beta), and the convolution inputs."""
+    inputs = _conv_inputs(params, x)
+    y = ops.conv_step(inputs, params.conv, history_pool, slots, lengths, implementation=implementation)
+    return (*_split_heads(y, config), *_raw_gates(params, x, config)), inputs
+
+
 def decode(params: KDAParams, x, state_pool, history_pool, slots, config: ModelConfig, *, implementation=None):
     """One token a request: ``x`` [R, 1, D].
 
     Returns the output [R, 1, D], the next state pool, and the convolution inputs [R, 1, C] for ``ops.conv_commit``.
     """
-    inputs = _conv_inputs(params, x)
-    lengths = jnp.ones_like(slots)
-    y = ops.conv_step(inputs, params.conv, history_pool, slots, lengths, implementation=implementation)
-    q, k, v = (part[:, 0] for part in _split_heads(y, config))
-    raw_gate, raw_beta = (part[:, 0] for part in _raw_gates(params, x, config))
+    window, inputs = _window(params, x, history_pool, slots, jnp.ones_like(slots), config, implementation)
+    token = (part[:, 0] for part in window)
     gate = gate_params(params, config)
-    o, state_pool = ops.kda_decode(q, k, v, raw_gate, raw_beta, gate, state_pool, slots, implementation=implementation)
+    o, state_pool = ops.kda_decode(*token, gate, state_pool, slots, implementation=implementation)
     return _output(params, x, o[:, None], config), state_pool, inputs
 
 
@@ -91,17 +95,9 @@ def verify(params: KDAParams, x, state_pool, history_pool, slots, lengths, confi
 
     Returns the output [R, W, D], ``ops.Records``, and the convolution inputs [R, W, C] for ``ops.conv_commit``.
     """
-    inputs = _conv_inputs(params, x)
-    y = ops.conv_step(inputs, params.conv, history_pool, slots, lengths, implementation=implementation)
-    o, records = ops.kda_verify(
-        *_split_heads(y, config),
-        *_raw_gates(params, x, config),
-        gate_params(params, config),
-        state_pool,
-        slots,
-        lengths,
-        implementation=implementation,
-    )
+    window, inputs = _window(params, x, history_pool, slots, lengths, config, implementation)
+    gate = gate_params(params, config)
+    o, records = ops.kda_verify(*window, gate, state_pool, slots, lengths, implementation=implementation)
     return _output(params, x, o, config), records, inputs
 
 
@@ -122,16 +118,8 @@ def verify_native(
 
     Returns the output [R, W, D], the next state pool, and the convolution inputs [R, W, C].
     """
-    inputs = _conv_inputs(params, x)
-    y = ops.conv_step(inputs, params.conv, history_pool, history_slots, lengths, implementation=implementation)
-    o, state_pool = ops.kda_verify_native(
-        *_split_heads(y, config),
-        *_raw_gates(params, x, config),
-        gate_params(params, config),
-        state_pool,
-        source_slots,
-        target_slots,
-        lengths,
-        implementation=implementation,
-    )
+    window, inputs = _window(params, x, history_pool, history_slots, lengths, config, implementation)
+    slots = (source_slots, target_slots)
+    gate = gate_params(params, config)
+    o, state_pool = ops.kda_verify_native(*window, gate, state_pool, *slots, lengths, implementation=implementation)
     return _output(params, x, o, config), state_pool, inputs

@@ -21,6 +21,7 @@ nothing.
 | date | $date |
 | training time | $minutes minutes in all |
 | weights from | step $step, after $tokens_seen tokens ($epochs passes over the text) |
+| calibration | $calibration |
 | held-out bits per byte | $held_out_bpb |
 | held-out nats per token | $held_out_nats |
 
@@ -43,8 +44,14 @@ $max_new_tokens tokens:
 """)
 
 
-def model_card(metrics: dict[str, Any], config: Any, quality: dict[str, Any] | None = None) -> str:
-    """Markdown from ``metrics.json`` of a run, its ``ModelConfig`` and, if there is one, the sample-quality JSON.
+def model_card(
+    metrics: dict[str, Any],
+    config: Any,
+    quality: dict[str, Any] | None = None,
+    calibration: dict[str, Any] | None = None,
+) -> str:
+    """Markdown from ``metrics.json`` of a run, its ``ModelConfig`` and, where there are any, the JSON of ``evaluate``
+    (whose held-out figures then count, being those of the weights as they are) and of ``calibrate``.
 
     Raises ``ValueError`` naming the figure that is missing.
     """
@@ -77,8 +84,16 @@ def model_card(metrics: dict[str, Any], config: Any, quality: dict[str, Any] | N
             "held_out_nats": f"{metrics['held_out_nats_per_token']:.3f}",
             "window": metrics["evaluation_seq_len"],
             "quality": "",
+            "calibration": "none",
         }
+        if calibration is not None:
+            fields["calibration"] = (
+                f"final norm times {calibration['scale']}: the first scale whose samples of {calibration['samples']} "
+                f"validation prompts had at most {100 * calibration['max_repeated']:.0f} % repeated 8-grams"
+            )
         if quality is not None:
+            fields["held_out_bpb"] = f"{quality['held_out_bits_per_byte']:.3f}"
+            fields["held_out_nats"] = f"{quality['held_out_nats_per_token']:.3f}"
             fields["quality"] = _QUALITY.substitute(
                 samples=quality["samples"],
                 temperature=quality["temperature"],
@@ -92,8 +107,8 @@ def model_card(metrics: dict[str, Any], config: Any, quality: dict[str, Any] | N
     return _CARD.substitute(fields)
 
 
-def write_card(folder: str | Path, metrics: dict[str, Any], config: Any, quality: dict[str, Any] | None = None) -> Path:
-    """Write ``README.md`` into ``folder``."""
+def write_card(folder: str | Path, *args: Any) -> Path:
+    """Write ``model_card(*args)`` to ``README.md`` in ``folder``."""
     path = Path(folder) / "README.md"
-    path.write_text(model_card(metrics, config, quality))
+    path.write_text(model_card(*args))
     return path

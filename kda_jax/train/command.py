@@ -10,7 +10,7 @@ import jax
 from kda_jax.config import ModelConfig
 from kda_jax.presets import load_config
 
-ACTIONS = ("run", "prepare", "evaluate", "card")
+ACTIONS = ("run", "prepare", "calibrate", "evaluate", "card")
 DEFAULT_CONFIG = "kda_python_6m"
 SMOKE_STEPS, SMOKE_MINUTES = 200, 2.0
 
@@ -24,10 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         default="run",
         choices=ACTIONS,
-        help="run: train (the default). prepare: source text to arrays and tokenizer. evaluate: held-out bits per byte "
-        "and sample quality of a model folder. card: write a model folder's README from its metrics",
+        help="run: train (the default). prepare: source text to arrays and tokenizer. calibrate: scale a model's "
+        "logits until samples of validation prompts repeat little. evaluate: held-out bits per byte and sample quality "
+        "of a model folder. card: write a model folder's README from its metrics",
     )
-    parser.add_argument("--output", type=Path, help="folder to fill (run, prepare); JSON file to write (evaluate)")
+    parser.add_argument(
+        "--output", type=Path, help="folder to fill (run, prepare, calibrate); JSON file to write (evaluate)"
+    )
     prepare = parser.add_argument_group("prepare")
     prepare.add_argument("--corpus", type=Path, help="folder of Python files; default: the standard library")
     prepare.add_argument("--vocab-size", type=int, default=2048, help="tokenizer entries, special tokens included")
@@ -35,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--model", type=Path, help="model folder; default: the model that ships")
     model.add_argument("--metrics", type=Path, help="card: metrics.json of the run")
     model.add_argument("--quality", type=Path, help="card: JSON that evaluate wrote")
+    model.add_argument("--calibration", type=Path, help="card: JSON that calibrate wrote")
     run_group = parser.add_argument_group("run")
     run_group.add_argument("--data", type=Path, help="folder that prepare filled (also for evaluate)")
     run_group.add_argument("--config", default=DEFAULT_CONFIG, help="config.json, its folder, or the name of one")
@@ -61,7 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Do what ``args.action`` says. Raises ``ValueError`` for arguments that make no sense."""
-    return {"run": _train, "prepare": _prepare, "evaluate": _evaluate, "card": _card}[args.action](args)
+    actions = {"run": _train, "prepare": _prepare, "calibrate": _calibrate, "evaluate": _evaluate, "card": _card}
+    return actions[args.action](args)
 
 
 def _need(args: argparse.Namespace, *names: str) -> None:
@@ -107,6 +112,33 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
+def _calibrate(args: argparse.Namespace) -> int:
+    import kda_jax
+    from kda_jax.model import forward
+    from kda_jax.train.calibrate import calibrate, scale_logits
+    from kda_jax.train.corpus import read_corpus
+    from kda_jax.train.evaluate import read_tokenizer
+
+    _need(args, "model", "data", "output")
+    model = kda_jax.load(args.model)
+    dtype = args.dtype or ("float32" if jax.default_backend() == "cpu" else None)
+    splits, _ = read_corpus(args.data)
+    _, record = calibrate(
+        kda_jax.load(args.model, dtype=dtype).params,
+        model.config,
+        read_tokenizer(args.data),
+        json.loads((args.data / "validation_prompts.json").read_text()),
+        splits["validation"],
+        forward=forward,
+        seed=args.seed,
+    )
+    params = scale_logits(model.params, record["scale"])
+    kda_jax.save(dataclasses.replace(model, params=params), args.output)
+    (args.output / "calibration.json").write_text(json.dumps(record, indent=1) + "\n")
+    print(json.dumps(record, indent=1))
+    return 0
+
+
 def _evaluate(args: argparse.Namespace) -> int:
     import kda_jax
     from kda_jax.model import forward
@@ -133,6 +165,6 @@ def _card(args: argparse.Namespace) -> int:
 
     _need(args, "model", "metrics")
     metrics = json.loads(args.metrics.read_text())
-    quality = None if args.quality is None else json.loads(args.quality.read_text())
-    print(write_card(args.model, metrics, ModelConfig.from_file(args.model / "config.json"), quality))
+    quality, calibration = (None if f is None else json.loads(f.read_text()) for f in (args.quality, args.calibration))
+    print(write_card(args.model, metrics, ModelConfig.from_file(args.model / "config.json"), quality, calibration))
     return 0

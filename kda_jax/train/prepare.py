@@ -31,6 +31,10 @@ def prepare(
     extra = corpus.describe_source(source, files) | {"vocab_size": vocab_size}
     corpus.write_corpus(output, splits, extra)
     bpe.save_tokenizer(tokenizer, output, max_length=max_length)
-    prompts = quality.make_prompts(parts["held_out"], num_prompts)
-    (Path(output) / "prompts.json").write_text(json.dumps(prompts, indent=1) + "\n")
+    for name, part, count in (
+        ("prompts.json", "held_out", num_prompts),
+        ("validation_prompts.json", "validation", 2 * num_prompts),
+    ):
+        prompts = quality.make_prompts(parts[part], count)
+        (Path(output) / name).write_text(json.dumps(prompts, indent=1) + "\n")
     return json.loads((Path(output) / "corpus.json").read_text())

@@ -1,0 +1,65 @@
+"""``kda-jax bench``: what this machine does. ``generate`` times whole calls, ``ops`` single operations."""
+
+import argparse
+import json
+from pathlib import Path
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` the arguments that ``run`` reads."""
+    from kda_jax.bench import operations
+
+    parts = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
+    text = "tokens/s and acceptance length of greedy decoding, one prompt at a time"
+    generate = parts.add_parser("generate", help=text, description=text[0].upper() + text[1:] + ".")
+    generate.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the shipped model)")
+    generate.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's; float32 on a CPU")
+    generate.add_argument(
+        "--prompts", type=Path, metavar="F", help='JSON list of {"text": ...} (default: 50 held-out Python prompts)'
+    )
+    generate.add_argument("--timed", type=int, default=8, metavar="N", help="prompts timed (default %(default)s)")
+    generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default %(default)s")
+    generate.add_argument("--num-draft-tokens", type=int, default=7, metavar="M", help="default %(default)s")
+    generate.add_argument("--repeats", type=int, default=3, help="timed runs of each prompt (default %(default)s)")
+    generate.add_argument(
+        "--against-transformers",
+        action="store_true",
+        help="also time transformers' KimiLinearForCausalLM.generate on the same weights (parity extra)",
+    )
+    generate.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+    text = "time, bytes and bandwidth floor of the operations"
+    ops = parts.add_parser("ops", help=text, description=text[0].upper() + text[1:] + ".")
+    ops.add_argument(
+        "--ops", nargs="+", choices=operations.NAMES, default=list(operations.NAMES), metavar="OP", help="default: all"
+    )
+    ops.add_argument(
+        "--shape",
+        action="append",
+        metavar="B=8,H=32,K=128,V=128,W=8,T=512",
+        help="requests, heads (HV: value heads), dims, window and prompt tokens; may be given again. Default: a few",
+    )
+    ops.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of activations (default %(default)s)")
+    ops.add_argument("--repeats", type=int, default=5, help="timed runs of each loop (default %(default)s)")
+    ops.add_argument(
+        "--pool-mib", type=int, default=256, help="size of the state pool walked over (default %(default)s)"
+    )
+    ops.add_argument("--implementation", choices=("xla", "pallas"), help="default: the best that runs here")
+    ops.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print. Raises ``ValueError`` for arguments that make no sense."""
+    from kda_jax.bench import generation, operations
+
+    part = generation if args.what == "generate" else operations
+    report = part.measure(args)
+    if args.json:
+        print(json.dumps(report, indent=1))
+        return 0
+    from rich.console import Console
+
+    Console().print(part.tables(report))
+    return 0
