@@ -2,8 +2,8 @@
 
 The loop walks over a pool of states larger than a cache and over two sets of inputs, so that no call repeats the one
 before it and nothing can be hoisted out of it. A time is the loop's wall clock, less that of an empty loop, over its
-calls; a median of several loops. The bytes are each input read once and each output written once; the floor is those bytes at the copy bandwidth
-measured here. A shape whose arrays stay in a cache may beat it.
+calls; a median of several loops. The bytes are each input read once and each output written once; the floor is those
+bytes at the copy bandwidth measured here. A shape whose arrays stay in a cache may beat it.
 """
 
 import argparse
@@ -293,7 +293,7 @@ def _loop(inputs, carry, steps, *, call, slots):
 
 
 def time_case(case: Case, repeats: int) -> float:
-    """Seconds a call: the median of ``repeats`` loops of at least ``LOOP_SECONDS``, less what a loop of no calls takes."""
+    """Seconds a call: the median of ``repeats`` loops of at least ``LOOP_SECONDS``, less an empty loop's time."""
 
     def run(carry, steps):
         start = time.perf_counter()
