@@ -1,0 +1,171 @@
+"""Sampled tokens have the model's distribution, with and without speculation.
+
+Thousands of rows with one prompt are one batch of one compiled call, each drawing with its own key; the first three
+tokens together are held against exact enumeration by ``kda_jax.logits`` (chi-square, tests.statistics).
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import kda_jax
+from kda_jax import GenerateOptions, SpeculativeOptions
+from kda_jax.config import ModelConfig
+from tests.compiling import quick  # noqa: F401
+from tests.drafters import Table
+from tests.small_models import healthy_params
+from tests.speculate.toy import Shape, shaped
+from tests.statistics import FALSE_ALARM, p_value, sample_size
+
+VOCAB, LENGTH, DRAFTS = 4, 3, 3
+CONFIG = ModelConfig(
+    vocab_size=VOCAB,
+    hidden_size=16,
+    mixer_kinds=("kda", "mla"),
+    ffn_kinds=("dense", "dense"),
+    intermediate_size=12,
+    kda_num_heads=1,
+    kda_num_value_heads=2,
+    kda_key_dim=4,
+    kda_value_dim=6,
+    num_attention_heads=2,
+    qk_nope_dim=4,
+    qk_rope_dim=2,
+    v_head_dim=4,
+    kv_lora_rank=5,
+    max_length=64,
+    dtype="float32",
+)
+PARAMS = healthy_params(CONFIG, 3)
+# flatter than random parameters give, so that every continuation is likely enough to be counted
+PARAMS = dataclasses.replace(PARAMS, lm_head=PARAMS.lm_head * 0.35)
+PROMPT = (1, 2, 3, 0, 2, 3, 1, 2)  # "2" and "1 2" were followed by "3": there is something to look up
+SHAPES = (Shape(1.0, VOCAB, 1.0), Shape(0.6, VOCAB, 1.0), Shape(1.3, 3, 1.0), Shape(1.0, VOCAB, 0.8))
+METHODS = {
+    "plain": None,
+    "n-gram, standard": SpeculativeOptions("ngram", DRAFTS),
+    "n-gram, block": SpeculativeOptions("ngram", DRAFTS, rejection="block"),
+    "table, standard": SpeculativeOptions("custom", DRAFTS),
+    "table, block": SpeculativeOptions("custom", DRAFTS, rejection="block"),
+    "table, native": SpeculativeOptions("custom", DRAFTS, recover=False),
+}
+TESTS = len(METHODS) * len(SHAPES)
+DRAWS = sample_size(VOCAB**LENGTH, TESTS)
+
+
+@functools.cache
+def table():
+    """Half right: after even tokens what the model says of them behind the prompt, after odd ones something else."""
+    contexts = np.asarray([[*PROMPT, t] for t in range(VOCAB)], np.int32)
+    true = np.asarray(kda_jax.logits(PARAMS, CONFIG, contexts))[:, -1]
+    other = np.random.default_rng(1).uniform(-1.5, 1.5, true.shape)
+    return np.where(np.arange(VOCAB)[:, None] % 2 == 0, true, other).astype(np.float32)
+
+
+@functools.cache
+def joint(shape: Shape) -> np.ndarray:
+    """Probabilities fp64 ``[VOCAB] * LENGTH`` of the first tokens under plain sampling, by enumeration."""
+    sequences = np.asarray([[*PROMPT, *rest] for rest in itertools.product(range(VOCAB), repeat=LENGTH)], np.int32)
+    logits = np.asarray(kda_jax.logits(PARAMS, CONFIG, sequences))
+    out = np.ones(len(sequences))
+    for i in range(LENGTH):
+        at = len(PROMPT) + i
+        for s, sequence in enumerate(sequences):
+            out[s] *= shaped(logits[s, at - 1], shape)[sequence[at]]
+    return out.reshape((VOCAB,) * LENGTH)
+
+
+def run(how, rows, seed=0, new_tokens=LENGTH, shapes=SHAPES, drafts=None):
+    """``rows`` rows of each shape; leaves ``[shapes, rows, ...]``."""
+    batch = rows * len(shapes)
+    options = GenerateOptions(
+        new_tokens,
+        temperature=np.repeat([s.temperature for s in shapes], rows),
+        top_k=np.repeat([s.top_k for s in shapes], rows),
+        top_p=np.repeat([s.top_p for s in shapes], rows),
+    )
+    drafter = None
+    if how is not None and how.method == "custom":
+        drafter = Table(how.num_draft_tokens), table() if drafts is None else drafts
+    found = kda_jax.generate(
+        PARAMS,
+        CONFIG,
+        np.tile(np.asarray(PROMPT, np.int32), (batch, 1)),
+        np.full(batch, len(PROMPT), np.int32),
+        jax.random.key(seed),
+        options=options,
+        speculative=how,
+        drafter=drafter,
+    )
+    return jax.tree.map(lambda x: np.asarray(x).reshape(len(shapes), rows, *x.shape[1:]), found)
+
+
+def test_the_enumeration_is_of_probabilities():
+    for shape in SHAPES:
+        assert joint(shape).sum() == pytest.approx(1)
+    assert (joint(SHAPES[0]) > 1e-3).all()
+    assert (joint(SHAPES[2]) == 0).any()
+
+
+@pytest.mark.parametrize("how", METHODS.values(), ids=METHODS)
+def test_the_first_tokens_have_the_models_distribution(how):
+    found = run(how, DRAWS)
+    assert (found.lengths == LENGTH).all()
+    for shape, tokens in zip(SHAPES, found.tokens, strict=True):
+        counts = np.zeros((VOCAB,) * LENGTH, int)
+        np.add.at(counts, tuple(tokens.T), 1)
+        p = p_value(counts, joint(shape))
+        assert p > FALSE_ALARM / TESTS, f"{shape}: p = {p:.2g} of {DRAWS} draws"
+    if how is not None:
+        accepted, judged = found.stats.accepted.sum(axis=1), found.stats.drafted.sum(axis=1)
+        assert (accepted[:, 0] > 0.05 * judged[:, 0]).all()
+        assert (accepted[:, 0] < 0.95 * judged[:, 0]).all()
+        assert (judged[:, 1:] <= judged[:, :1]).all()
+
+
+def test_the_test_would_notice():
+    """Draws that follow another shape's distribution fail it."""
+    counts = np.random.default_rng(0).multinomial(DRAWS, joint(SHAPES[0]).ravel()).reshape(joint(SHAPES[0]).shape)
+    assert p_value(counts, joint(SHAPES[0])) > FALSE_ALARM
+    for shape in SHAPES[1:]:
+        assert p_value(counts, joint(shape)) < FALSE_ALARM / TESTS
+
+
+ROWS, TOKENS = 256, 16
+
+
+def sampled(how, seed=0):
+    return run(how, ROWS // len(SHAPES), seed, TOKENS)
+
+
+@pytest.mark.parametrize("method", ["ngram", "custom"])
+def test_a_state_for_each_draft_gives_the_same_sampled_tokens(method):
+    """Records and states differ by rounding, which changes a draw only where it lies that close to a threshold."""
+    recover = sampled(SpeculativeOptions(method, DRAFTS))
+    native = sampled(SpeculativeOptions(method, DRAFTS, recover=False))
+    assert (recover.tokens != native.tokens).any(axis=-1).mean() <= 0.005
+    assert 0 < recover.stats.accepted.sum() < recover.stats.drafted.sum()
+
+
+def test_keys():
+    how = SpeculativeOptions("custom", DRAFTS)
+    first, again, other = sampled(how), sampled(how), sampled(how, seed=1)
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert (first.tokens != other.tokens).any(axis=-1).mean() > 0.99
+    assert len(np.unique(first.tokens.reshape(ROWS, TOKENS), axis=0)) > 0.95 * ROWS
+
+
+def test_drafts_sampled_from_the_model_itself_stand():
+    """With the target's own probabilities as the drafter's, a draft of the first place is never refused."""
+    how = SpeculativeOptions("custom", 1)
+    true = np.full((VOCAB, VOCAB), np.nan, np.float32)
+    contexts = np.asarray([[*PROMPT, t] for t in range(VOCAB)], np.int32)
+    true[:] = np.asarray(kda_jax.logits(PARAMS, CONFIG, contexts))[:, -1]
+    found = run(how, ROWS // len(SHAPES), new_tokens=3, drafts=jnp.asarray(true))
+    assert (found.stats.drafted == 1).all()
+    assert found.stats.accepted.mean() > 0.99
