@@ -99,8 +99,9 @@ def test_logits_of_what_save_writes(torch, tmp_path):
 
 
 def test_transformers_reads_the_tokenizer_that_save_writes(tmp_path):
-    from test_tokenizer import TEXTS, byte_level
     from transformers import AutoTokenizer
+
+    from tests.test_tokenizer import TEXTS, byte_level
 
     tokenizer = Tokenizer.from_tokenizers(
         byte_level(), bos_token="<s>", eos_token="</s>", chat_template="{{ bos_token }}{{ messages[0].content }}"

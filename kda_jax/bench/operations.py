@@ -1,9 +1,9 @@
 """Single operations: time inside one compiled loop, the bytes they must move, and how far that is from the floor.
 
 The loop walks over a pool of states larger than a cache and over two sets of inputs, so that no call repeats the one
-before it and nothing can be hoisted out of it. A time is the loop's wall clock over its calls, a median of several
-loops. The bytes are each input read once and each output written once; the floor is those bytes at the copy bandwidth
-measured here. A shape whose arrays stay in a cache may beat it.
+before it and nothing can be hoisted out of it. A time is the loop's wall clock, less that of an empty loop, over its
+calls; a median of several loops. The bytes are each input read once and each output written once; the floor is those
+bytes at the copy bandwidth measured here. A shape whose arrays stay in a cache may beat it.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from kda_jax.checks import check_integer
 CONV_WIDTH = 4
 INPUT_SETS = 2
 LOOP_SECONDS = 0.2
+MAX_STEPS = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,24 +293,27 @@ def _loop(inputs, carry, steps, *, call, slots):
 
 
 def time_case(case: Case, repeats: int) -> float:
-    """Seconds a call: the median of ``repeats`` loops, each of about ``LOOP_SECONDS`` or one call."""
+    """Seconds a call: the median of ``repeats`` loops of at least ``LOOP_SECONDS``, less an empty loop's time."""
 
     def run(carry, steps):
         start = time.perf_counter()
         carry = _loop(case.inputs, carry, jnp.int32(steps), call=case.call, slots=case.slots)
         jax.block_until_ready(carry)
-        return carry, (time.perf_counter() - start) / steps
+        return carry, time.perf_counter() - start
 
     carry, _ = run(jax.tree.map(jnp.copy, case.carry), 1)  # compiles
-    steps, seconds = 1, 0.0
-    while steps * seconds < LOOP_SECONDS / 4 and steps < 1_000_000:
-        steps *= 4
+    empty = []
+    for _ in range(3):
+        carry, seconds = run(carry, 0)
+        empty.append(seconds)
+    steps, found = 1, []
+    while len(found) < repeats:
         carry, seconds = run(carry, steps)
-    steps = max(1, round(LOOP_SECONDS / seconds)) if seconds else 1
-    found = []
-    for _ in range(repeats):
-        carry, seconds = run(carry, steps)
-        found.append(seconds)
+        seconds -= statistics.median(empty)
+        if seconds < LOOP_SECONDS and steps < MAX_STEPS:
+            steps, found = min(MAX_STEPS, 2 * steps), []
+        else:
+            found.append(seconds / steps)
     return statistics.median(found)
 
 
