@@ -45,7 +45,7 @@ PARAMS = healthy_params(CONFIG, 3)
 # flatter than random parameters give, so that every continuation is likely enough to be counted
 PARAMS = dataclasses.replace(PARAMS, lm_head=PARAMS.lm_head * 0.35)
 PROMPT = (1, 2, 3, 0, 2, 3, 1, 2)  # "2" and "1 2" were followed by "3": there is something to look up
-SHAPES = (Shape(1.0, VOCAB, 1.0), Shape(0.6, VOCAB, 1.0), Shape(1.3, 3, 1.0), Shape(1.0, VOCAB, 0.8))
+SHAPES = (Shape(1.0, VOCAB, 1.0), Shape(1.2, 3, 0.9))
 METHODS = {
     "plain": None,
     "n-gram, standard": SpeculativeOptions("ngram", DRAFTS),
@@ -109,23 +109,31 @@ def test_the_enumeration_is_of_probabilities():
     for shape in SHAPES:
         assert joint(shape).sum() == pytest.approx(1)
     assert (joint(SHAPES[0]) > 1e-3).all()
-    assert (joint(SHAPES[2]) == 0).any()
+    assert (joint(SHAPES[1]) == 0).any()
 
 
-@pytest.mark.parametrize("how", METHODS.values(), ids=METHODS)
-def test_the_first_tokens_have_the_models_distribution(how):
-    found = run(how, DRAWS)
-    assert (found.lengths == LENGTH).all()
-    for shape, tokens in zip(SHAPES, found.tokens, strict=True):
-        counts = np.zeros((VOCAB,) * LENGTH, int)
-        np.add.at(counts, tuple(tokens.T), 1)
-        p = p_value(counts, joint(shape))
-        assert p > FALSE_ALARM / TESTS, f"{shape}: p = {p:.2g} of {DRAWS} draws"
+# four methods with one of the shapes; the others, and with the other shape, where there is time
+SLOW = ("n-gram, block", "table, native")
+CASES = [
+    pytest.param(how, shape, id=f"{name}, shape {j}", marks=[pytest.mark.slow] * ((i + j) % 2 or name in SLOW))
+    for i, (name, how) in enumerate(METHODS.items())
+    for j, shape in enumerate(SHAPES)
+]
+
+
+@pytest.mark.parametrize(("how", "shape"), CASES)
+def test_the_first_tokens_have_the_models_distribution(how, shape):
+    # prefill gives the first token; two more than are counted leave room for whole windows behind it
+    found = jax.tree.map(lambda x: x[0], run(how, DRAWS, shapes=(shape,), new_tokens=LENGTH + 2))
+    assert (found.lengths == LENGTH + 2).all()
+    counts = np.zeros((VOCAB,) * LENGTH, int)
+    np.add.at(counts, tuple(found.tokens[:, :LENGTH].T), 1)
+    p = p_value(counts, joint(shape))
+    assert p > FALSE_ALARM / TESTS, f"p = {p:.2g} of {DRAWS} draws"
     if how is not None:
-        accepted, judged = found.stats.accepted.sum(axis=1), found.stats.drafted.sum(axis=1)
-        assert (accepted[:, 0] > 0.05 * judged[:, 0]).all()
-        assert (accepted[:, 0] < 0.95 * judged[:, 0]).all()
-        assert (judged[:, 1:] <= judged[:, :1]).all()
+        accepted, judged = found.stats.accepted.sum(axis=0), found.stats.drafted.sum(axis=0)
+        assert (0.01 * judged < accepted).all()
+        assert (accepted < 0.95 * judged).all()
 
 
 def test_the_test_would_notice():
@@ -143,7 +151,7 @@ def sampled(how, seed=0):
     return run(how, ROWS // len(SHAPES), seed, TOKENS)
 
 
-@pytest.mark.parametrize("method", ["ngram", "custom"])
+@pytest.mark.parametrize("method", ["custom", pytest.param("ngram", marks=pytest.mark.slow)])
 def test_a_state_for_each_draft_gives_the_same_sampled_tokens(method):
     """Records and states differ by rounding, which changes a draw only where it lies that close to a threshold."""
     recover = sampled(SpeculativeOptions(method, DRAFTS))
