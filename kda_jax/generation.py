@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kda_jax import model
+from kda_jax.checks import check_integer
 from kda_jax.config import ModelConfig
 from kda_jax.generation_loop import GenerateStats, LoopState, Program, Sampling, advance, start
 from kda_jax.layers.params import ModelParams
@@ -44,9 +45,11 @@ class StreamChunk(NamedTuple):
 
 def _prepare(params, config, prompt_tokens, prompt_lengths, key, options, speculative, drafter):
     """Check everything, round sizes up to buckets, and run prefill: (state, arguments of ``advance``, batch)."""
-    prompt_tokens, prompt_lengths = _check_prompts(config, prompt_tokens, prompt_lengths, options)
     if not isinstance(options, GenerateOptions):
         raise ValueError(f"options must be GenerateOptions, got {type(options).__name__}")
+    prompt_tokens, prompt_lengths = _check_prompts(config, prompt_tokens, prompt_lengths, options)
+    if not isinstance(key, jax.Array | np.ndarray):
+        raise ValueError(f"key must be a JAX key such as jax.random.key(0), got {key!r}")
     drafter, drafter_params = _check_drafter(speculative, drafter)
     batch, prompt = prompt_tokens.shape
     rows = options.for_batch(batch)
@@ -69,8 +72,13 @@ def _run(params, sampling, drafter_params, program, state, steps: int):
     return advance(params, state, sampling, drafter_params, jnp.int32(steps), program=program)
 
 
-def _check_prompts(config: ModelConfig, tokens, lengths, options):
-    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+def _host(array):
+    """``array`` as numpy, in the dtype it came in; a traced one as it is."""
+    return array if isinstance(array, jax.core.Tracer) else np.asarray(array)
+
+
+def _check_prompts(config: ModelConfig, tokens, lengths, options: GenerateOptions):
+    tokens, lengths = _host(tokens), _host(lengths)
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer) or 0 in tokens.shape:
         raise ValueError(
             f"prompt_tokens must be integers [B, P] with B, P >= 1, got {tokens.dtype} {tuple(tokens.shape)}"
@@ -79,24 +87,32 @@ def _check_prompts(config: ModelConfig, tokens, lengths, options):
         raise ValueError(
             f"prompt_lengths must be integers [B={tokens.shape[0]}], got {lengths.dtype} {tuple(lengths.shape)}"
         )
-    if not isinstance(tokens, jax.core.Tracer) and not isinstance(lengths, jax.core.Tracer):
-        ids, sizes = np.asarray(tokens), np.asarray(lengths)
-        for row, size in enumerate(sizes):
-            if not 1 <= size <= ids.shape[1]:
+    if isinstance(lengths, np.ndarray):
+        for row, size in enumerate(lengths):
+            if not 1 <= size <= tokens.shape[1]:
                 what = "an empty prompt" if size == 0 else f"{size}"
-                raise ValueError(f"prompt_lengths[{row}] must be in [1, P={ids.shape[1]}], got {what}")
+                raise ValueError(f"prompt_lengths[{row}] must be in [1, P={tokens.shape[1]}], got {what}")
             if size + options.max_new_tokens > config.max_length:
                 raise ValueError(
                     f"prompt_lengths[{row}] + max_new_tokens must be at most the model's {config.max_length} tokens, "
                     f"got {size} + {options.max_new_tokens}"
                 )
-            bad = np.flatnonzero((ids[row, :size] < 0) | (ids[row, :size] >= config.vocab_size))
-            if bad.size:
-                raise ValueError(
-                    f"prompt_tokens[{row}, {bad[0]}] must be in [0, vocab_size={config.vocab_size}), "
-                    f"got {ids[row, bad[0]]}"
-                )
-    return tokens.astype(jnp.int32), lengths.astype(jnp.int32)
+        _check_ids("prompt_tokens", tokens, lengths, config)
+    return jnp.asarray(tokens, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def _check_ids(name: str, tokens, lengths, config: ModelConfig) -> None:
+    """Token ids before each row's length lie in the vocabulary; traced arrays are not looked at."""
+    if isinstance(tokens, jax.core.Tracer) or isinstance(lengths, jax.core.Tracer):
+        return
+    bad = (tokens < 0) | (tokens >= config.vocab_size)
+    if lengths is not None:
+        bad &= np.arange(tokens.shape[1])[None] < lengths[:, None]
+    if bad.any():
+        row, column = np.argwhere(bad)[0]
+        raise ValueError(
+            f"{name}[{row}, {column}] must be in [0, vocab_size={config.vocab_size}), got {tokens[row, column]}"
+        )
 
 
 def _check_drafter(speculative, drafter):
@@ -114,6 +130,10 @@ def _check_drafter(speculative, drafter):
     if drafter is None:
         raise ValueError(f"drafter must be given for method {speculative.method!r}")
     drafter, params = drafter if isinstance(drafter, tuple) else (drafter, None)
+    if not (callable(drafter) and callable(getattr(drafter, "start", None)) and hasattr(drafter, "num_draft_tokens")):
+        raise ValueError(
+            f"drafter must be callable with num_draft_tokens and start (kda_jax.speculate.drafter), got {drafter!r}"
+        )
     if drafter.num_draft_tokens != speculative.num_draft_tokens:
         raise ValueError(
             f"drafter.num_draft_tokens must be speculative.num_draft_tokens={speculative.num_draft_tokens}, "
@@ -178,8 +198,7 @@ def stream(
     Yields ``StreamChunk``; the first one holds the token that prefill sampled. Other arguments and errors as
     ``generate``, raised here and not at the first ``next``.
     """
-    if steps_per_chunk < 1:
-        raise ValueError(f"steps_per_chunk must be at least 1, got {steps_per_chunk}")
+    check_integer("steps_per_chunk", steps_per_chunk, 1)
     state, run, _ = _prepare(params, config, prompt_tokens, prompt_lengths, key, options, speculative, drafter)
     return _stream(state, run, len(prompt_tokens), steps_per_chunk)
 
@@ -207,13 +226,13 @@ def logits(params: ModelParams, config: ModelConfig, tokens, lengths=None, *, im
     Raises:
       ValueError: a shape or dtype that does not fit, or a token id out of range, naming the argument.
     """
-    tokens = jnp.asarray(tokens)
-    if not isinstance(tokens, jax.core.Tracer) and tokens.size:
-        ids = np.asarray(tokens)
-        if ids.min() < 0 or ids.max() >= config.vocab_size:
-            bad = ids.min() if ids.min() < 0 else ids.max()
-            raise ValueError(f"tokens must be in [0, vocab_size={config.vocab_size}), got {bad}")
-    lengths = None if lengths is None else jnp.asarray(lengths)
+    tokens, lengths = _host(tokens), None if lengths is None else _host(lengths)
+    model.check_tokens(tokens, lengths)
+    if isinstance(lengths, np.ndarray) and ((lengths < 0) | (lengths > tokens.shape[1])).any():
+        raise ValueError(f"lengths must be in [0, T={tokens.shape[1]}], got {lengths}")
+    _check_ids("tokens", tokens, lengths, config)
+    tokens = jnp.asarray(tokens, jnp.int32)
+    lengths = None if lengths is None else jnp.asarray(lengths, jnp.int32)
     out = _logits(params, tokens, lengths, config=config, implementation=implementation)
     if lengths is None:
         return out

@@ -70,7 +70,8 @@ def _prefill_layers(params: ModelParams, config: ModelConfig, tokens, lengths, *
     return x, kept, chosen
 
 
-def _check_tokens(tokens, lengths) -> None:
+def check_tokens(tokens, lengths) -> None:
+    """``tokens`` are integers [B, T] with T >= 1 and ``lengths`` integers [B] or None; else a ``ValueError``."""
     if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
         raise ValueError(f"tokens must be integers [B, T], got {tokens.dtype} {tuple(tokens.shape)}")
     if tokens.shape[1] == 0:
@@ -104,7 +105,7 @@ def forward(
     Raises:
       ValueError: a shape or dtype that does not fit, naming the argument.
     """
-    _check_tokens(tokens, lengths)
+    check_tokens(tokens, lengths)
     x, _, chosen = _prefill_layers(params, config, tokens, lengths, implementation=implementation, remat=remat)
     logits = _head(params, x, config)
     if not return_load:

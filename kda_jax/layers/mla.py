@@ -89,7 +89,10 @@ def decode(params: MLAParams, x, cache, computed, config: ModelConfig):
     Returns the output [B, W, D] and the next cache [B, S, r + rope]. Outputs past a row's real tokens are meaningless.
     """
     dtype, precision = x.dtype, matmul_precision(x.dtype)
+    # a token that went wrong (NaN) must not reach those that don't attend to it: 0 * NaN is NaN. Its own residual
+    # stream still says so.
     new = latent(params, x, config)
+    new = jnp.where(jnp.isfinite(new), new, 0)
     q_nope, q_rope = _queries(params, x, config)
     key_expansion, value_expansion = _expansion(params, config)
     q = jnp.einsum("bwhd,hdr->bwhr", q_nope, key_expansion.astype(dtype), precision=precision)

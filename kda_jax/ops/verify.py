@@ -45,7 +45,8 @@ def kda_verify(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
     """Run a window of up to ``W`` tokens from each request's checkpoint without touching the checkpoint.
 
     Per token ``u_t = b_t (v_t - S k_t)`` with ``S`` decayed, then ``S + u_t k_t^T`` is read by ``q_t`` (the RecoverSSM
-    contract). The XLA form solves the window at once in WY form, so the state enters two small products only.
+    contract). The XLA form solves the window at once in WY form, so the state enters two small products only. Where a
+    token's values are NaN its own outputs and corrections are; other tokens are computed without it.
 
     Args:
       q, k: [R, W, H, K], v: [R, W, HV, V], raw_gate: [R, W, HV, K], raw_beta: [R, W, HV]: what the layer computed after
@@ -78,11 +79,16 @@ def kda_verify(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
 
     queries, keys = repeat_heads(l2_normalize(q) * K**-0.5, HV, 2), repeat_heads(l2_normalize(k), HV, 2)
     queries, keys, log_decay, beta, values = (jnp.swapaxes(x, 1, 2) for x in (queries, keys, log_decay, beta, values))
+    broken = ~jnp.isfinite(values)
+    queries, keys, log_decay, beta, values = (
+        jnp.where(jnp.isfinite(x), x, 0) for x in (queries, keys, log_decay, beta, values)
+    )
     attention, solve, decay = _couple(queries, keys, log_decay, beta)
     read = jnp.concatenate([keys * decay, queries * decay], axis=2)
     seen, output = jnp.split(jnp.einsum("rhwk,rhvk->rhwv", read, state, precision=HIGHEST), 2, axis=2)
     correction = solve(beta[..., None] * (values - seen))
     output = output + jnp.matmul(attention, correction, precision=HIGHEST)
+    output, correction = (jnp.where(broken, jnp.nan, x) for x in (output, correction))
     chex.assert_shape(correction, (dims["R"], HV, W, dims["V"]))
     chex.assert_type(correction, jnp.float32)
     records = Records(

@@ -92,8 +92,9 @@ def model_card(
                 f"validation prompts had at most {100 * calibration['max_repeated']:.0f} % repeated 8-grams"
             )
         if quality is not None:
-            fields["held_out_bpb"] = f"{quality['held_out_bits_per_byte']:.3f}"
-            fields["held_out_nats"] = f"{quality['held_out_nats_per_token']:.3f}"
+            figures = metrics | quality
+            fields["held_out_bpb"] = f"{figures['held_out_bits_per_byte']:.3f}"
+            fields["held_out_nats"] = f"{figures['held_out_nats_per_token']:.3f}"
             fields["quality"] = _QUALITY.substitute(
                 samples=quality["samples"],
                 temperature=quality["temperature"],

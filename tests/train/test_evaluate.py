@@ -45,6 +45,12 @@ def test_card_says_what_the_figures_say():
     ):  # fmt: skip
         assert expected in text, expected
     assert "12.5 %" not in card.model_card(METRICS, tiny_config())
+    assert "| calibration | none |" in text
+    calibrated = {"scale": 0.9, "samples": 20, "max_repeated": 0.15}
+    again = card.model_card(METRICS, tiny_config(), FIGURES | {"held_out_bits_per_byte": 1.25}, calibrated)
+    assert "final norm times 0.9" in again
+    assert "1.250" in again
+    assert "1.043" not in again
     with pytest.raises(ValueError, match="tokenise_strict"):
         card.model_card(METRICS, tiny_config(), {k: v for k, v in FIGURES.items() if k != "tokenise_strict"})
 
