@@ -161,7 +161,7 @@ def test_stream_yields_what_generate_returns(how, steps):
 def test_stream_refuses_at_once():
     with pytest.raises(ValueError, match="an empty prompt"):
         kda_jax.stream(PARAMS, TINY, PROMPTS, LENGTHS * 0, KEY, options=GenerateOptions(4))
-    with pytest.raises(ValueError, match="steps_per_chunk must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="steps_per_chunk must be an integer at least 1, got 0"):
         kda_jax.stream(PARAMS, TINY, PROMPTS, LENGTHS, KEY, options=GenerateOptions(4), steps_per_chunk=0)
 
 
