@@ -1,5 +1,6 @@
 """The test session: strict shapes, the ``--slow`` switch and hypothesis profiles."""
 
+import gc
 import os
 
 import hypothesis
@@ -24,3 +25,12 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "slow" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def release_compiled_programs():
+    """Drop what a module compiled: thousands of programs in one process run into the system's limit of memory maps,
+    and XLA then crashes while compiling."""
+    yield
+    jax.clear_caches()
+    gc.collect()
