@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+IMPLEMENTATIONS = (None, "xla", "pallas")  # of the operations; None: the best that runs here
+
 
 def check_integer(name: str, value: Any, low: int, high: int | None = None) -> None:
     """Raise ``ValueError`` naming ``name`` unless ``value`` is an integer in ``[low, high]``."""

@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from kda_jax.config import check_choice, check_integer
+from kda_jax.checks import IMPLEMENTATIONS, check_choice, check_integer
 
-IMPLEMENTATIONS = (None, "xla", "pallas")
 METHODS = ("ngram", "custom", "draft", "dspark")
 REJECTIONS = ("standard", "block", "synthetic")
 

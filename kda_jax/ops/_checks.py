@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 
-IMPLEMENTATIONS = (None, "xla", "pallas")
+from kda_jax.checks import IMPLEMENTATIONS
 
 
 class Dims:
