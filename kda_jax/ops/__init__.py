@@ -7,6 +7,7 @@ from kda_jax.ops.decode import kda_decode
 from kda_jax.ops.gate import GateParams, kda_gate, l2_normalize
 from kda_jax.ops.plan import AlignRows, CommitPlan, plan_commit
 from kda_jax.ops.recurrent import kda_recurrent
+from kda_jax.ops.tree import gather_path
 from kda_jax.ops.verify import Records, kda_verify, kda_verify_native
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "conv_commit",
     "conv_prefill",
     "conv_step",
+    "gather_path",
     "kda_chunked",
     "kda_commit",
     "kda_decode",

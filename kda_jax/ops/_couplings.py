@@ -61,24 +61,6 @@ def block_couplings(q, k, log_decay, beta) -> Couplings:
     return Couplings(*(x.reshape(*lead, *x.shape[1:]) for x in found))
 
 
-def window_couplings(q, k, log_decay, beta):
-    """The same for a short window, all pairs at once: fewer, larger operations where launches are what costs.
-
-    ``q``, ``k``, ``log_decay`` [..., n, K], ``beta`` [..., n], fp32, any ``n``. Returns ``attention`` and ``L``
-    [..., n, n] (as in ``Couplings``, ``L`` not inverted), ``exp(prefix)`` [..., n, K]. Takes n*(n+1)*K exponentials.
-    """
-    n = k.shape[-2]
-    i, j, t = (jnp.arange(n).reshape(shape) for shape in ((n, 1, 1), (1, n, 1), (1, 1, n)))
-    own_rows = jnp.concatenate([t <= i, (t <= i) & (t > j)], axis=1).astype(jnp.float32)  # prefix, then pairs
-    decay = jnp.exp(jnp.einsum("ijt,...tk->...ijk", own_rows, log_decay, precision=HIGHEST))
-    keys = k[..., None, :, :] * decay[..., 1:, :]
-    rows = jnp.stack([q, k], axis=-3)
-    products = jnp.sum(rows[..., None, :] * keys[..., None, :, :, :], axis=-1)
-    earlier = (j < i)[..., 0].reshape((1,) * (k.ndim - 2) + (n, n))
-    attention = jnp.where(earlier | jnp.eye(n, dtype=bool).reshape(earlier.shape), products[..., 0, :, :], 0)
-    return attention, jnp.where(earlier, beta[..., None] * products[..., 1, :, :], 0), decay[..., 0, :]
-
-
 def next_power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from kda_jax.ops._checks import Dims, choose
 from kda_jax.ops._slots import read_slots
 from kda_jax.ops.plan import CommitPlan, check_plan, write_committed
+from kda_jax.ops.tree import gather_taps, tree_implementation
 
 
 def _silu_quotient(y):
@@ -18,12 +19,16 @@ def _silu_quotient(y):
     return y / (1 + jnp.exp(-y))
 
 
-def _convolve(history, x, weight, silu=jax.nn.silu):
+def _convolve(history, x, weight, silu=jax.nn.silu, parents=None):
     """History [B, Wc-1, C] then ``x`` [B, T, C] -> [B, T, C]."""
     T, width = x.shape[1], weight.shape[1]
-    rows = jnp.concatenate([history.astype(x.dtype), x], axis=1)
+    if parents is None:
+        rows = jnp.concatenate([history.astype(x.dtype), x], axis=1)
+        inputs = [jax.lax.slice_in_dim(rows, j, j + T, axis=1) for j in range(width)]
+    else:
+        inputs = gather_taps(history, x, parents)
     taps = weight.astype(jnp.float32).T[:, None, None, :]
-    y = sum(taps[j] * jax.lax.slice_in_dim(rows, j, j + T, axis=1).astype(jnp.float32) for j in range(width))
+    y = sum(taps[j] * inputs[j].astype(jnp.float32) for j in range(width))
     return silu(y).astype(x.dtype)
 
 
@@ -68,7 +73,7 @@ def conv_prefill(x, weight, *, history=None, lengths=None, implementation=None):
     return _mask(_convolve(history, x, weight), lengths), _next_history(history.astype(x.dtype), x, ends)
 
 
-def conv_step(x, weight, history_pool, slots, lengths, *, implementation=None):
+def conv_step(x, weight, history_pool, slots, lengths, *, parents=None, implementation=None):
     """Convolve a window of tokens on top of each request's history, which is only read.
 
     Args:
@@ -77,24 +82,27 @@ def conv_step(x, weight, history_pool, slots, lengths, *, implementation=None):
       history_pool: [N, Wc-1, C].
       slots: int [R]; 0 is the null slot: output zero, nothing read.
       lengths: int [R], 0..W.
+      parents: int [R, W], the row of the window that each row continues (``ops.tree``), or None: the row before it. A
+        row's taps lie on its own path: its ancestors, then the history.
 
     Returns:
       ``y`` [R, W, C] in the dtype of ``x``, zero at and past the length.
 
     Raises:
-      ValueError: a shape or dtype that does not fit, naming the argument.
+      ValueError: a shape or dtype that does not fit, naming the argument; ``parents`` for a kernel.
     """
-    choose("conv_step", implementation)
+    choose("conv_step", tree_implementation("conv_step", implementation, parents))
     dims = Dims()
     dims.check("x", x, "R W C")
     dims.check("weight", weight, "C Wc")
     dims.check("history_pool", history_pool, f"N {dims['Wc'] - 1} C")
     dims.check("slots", slots, "R", kind="int")
     dims.check("lengths", lengths, "R", kind="int")
+    if parents is not None:
+        dims.check("parents", parents, "R W", kind="int")
     lengths = jnp.where(slots > 0, lengths, 0)
-    return _mask(
-        _convolve(read_slots(history_pool[None], slots)[0], _mask(x, lengths), weight, _silu_quotient), lengths
-    )
+    history = read_slots(history_pool[None], slots)[0]
+    return _mask(_convolve(history, _mask(x, lengths), weight, _silu_quotient, parents), lengths)
 
 
 def conv_commit(history_pool, x, plan: CommitPlan, *, implementation=None):

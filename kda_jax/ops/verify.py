@@ -9,12 +9,13 @@ import jax.numpy as jnp
 from einops import rearrange
 
 from kda_jax.ops._checks import Dims, choose
-from kda_jax.ops._couplings import HIGHEST, block_couplings, next_power_of_two, window_couplings
+from kda_jax.ops._couplings import HIGHEST, block_couplings, next_power_of_two
 from kda_jax.ops._slots import read_slots, write_slots
 from kda_jax.ops.gate import GateParams, apply_gate, l2_normalize
 from kda_jax.ops.recurrent import recurrent_step, repeat_heads
+from kda_jax.ops.tree import tree_implementation, window_couplings, window_paths
 
-PAIRWISE_WINDOW = 16  # above, the pairs of a window are too many exponentials
+PAIRWISE_WINDOW = 16  # above, the pairs of a chain are too many exponentials
 
 
 @jax.tree_util.register_dataclass
@@ -41,7 +42,9 @@ def check_window_inputs(q, k, v, raw_gate, raw_beta, state_pool) -> Dims:
     return dims
 
 
-def kda_verify(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots, lengths, *, implementation=None):
+def kda_verify(
+    q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots, lengths, *, parents=None, implementation=None
+):
     """Run a window of up to ``W`` tokens from each request's checkpoint without touching the checkpoint.
 
     Per token ``u_t = b_t (v_t - S k_t)`` with ``S`` decayed, then ``S + u_t k_t^T`` is read by ``q_t`` (the RecoverSSM
@@ -55,17 +58,22 @@ def kda_verify(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
       state_pool: [N, HV, V, K], only read.
       slots: int [R]; 0 is the null slot: outputs and records zero, nothing read.
       lengths: int [R], tokens of the row, 0..W.
+      parents: int [R, W], the row of the window that each row continues (``ops.tree``), or None: the row before it. A
+        tree that is a chain gives the very bits of a window without one, up to a window of 16 (above, chains take
+        fewer exponentials and agree to rounding). Commit what stands with ``ops.gather_path``.
 
     Returns:
       ``o`` [R, W, HV, V] in the dtype of ``v`` (zero at and past the length), and ``Records``.
 
     Raises:
-      ValueError: a shape or dtype that does not fit, naming the argument.
+      ValueError: a shape or dtype that does not fit, naming the argument; ``parents`` for a kernel.
     """
-    choose("kda_verify", implementation)
+    choose("kda_verify", tree_implementation("kda_verify", implementation, parents))
     dims = check_window_inputs(q, k, v, raw_gate, raw_beta, state_pool)
     dims.check("slots", slots, "R", kind="int")
     dims.check("lengths", lengths, "R", kind="int")
+    if parents is not None:
+        dims.check("parents", parents, "R W", kind="int")
     W, HV, K = dims["W"], dims["HV"], dims["K"]
     valid = (jnp.arange(W)[None] < lengths[:, None]) & (slots > 0)[:, None]
     state = read_slots(state_pool[None], slots)[0].astype(jnp.float32)
@@ -83,7 +91,7 @@ def kda_verify(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
     queries, keys, log_decay, beta, values = (
         jnp.where(jnp.isfinite(x), x, 0) for x in (queries, keys, log_decay, beta, values)
     )
-    attention, solve, decay = _couple(queries, keys, log_decay, beta)
+    attention, solve, decay = _couple(queries, keys, log_decay, beta, parents)
     read = jnp.concatenate([keys * decay, queries * decay], axis=2)
     seen, output = jnp.split(jnp.einsum("rhwk,rhvk->rhwv", read, state, precision=HIGHEST), 2, axis=2)
     correction = solve(beta[..., None] * (values - seen))
@@ -99,11 +107,11 @@ def kda_verify(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
     return rearrange(output, "r h w v -> r w h v").astype(v.dtype), records
 
 
-def _couple(q, k, log_decay, beta):
+def _couple(q, k, log_decay, beta, parents):
     """Couplings of windows [R, HV, W, K]: attention [.., W, W], a function that applies ``(I + L)^-1``, exp(prefix)."""
-    W = k.shape[2]
-    if W <= PAIRWISE_WINDOW:
-        attention, lower, decay = window_couplings(q, k, log_decay, beta)
+    R, _, W, _ = k.shape
+    if W <= PAIRWISE_WINDOW or parents is not None:
+        attention, lower, decay = window_couplings(q, k, log_decay, beta, window_paths(R, W, parents))
         solve = functools.partial(
             jax.lax.linalg.triangular_solve, lower, left_side=True, lower=True, unit_diagonal=True
         )
