@@ -35,6 +35,7 @@ class Acceptance:
     num_accepted_drafts: Array  # int32 [B], 0..num_draft
     tokens: Array  # int32 [B, m + 1]: the accepted drafts, the token that follows them, then zeros
     nan: Array  # bool [B]: no token follows, because the logits there hold NaN; the row ends
+    path: Array | None = None  # of a tree, int32 [B, m + 1]: the window's rows that stand, row 0 first; None: 0, 1, ..
 
     @property
     def num_emitted(self) -> Array:
@@ -69,7 +70,8 @@ def accept(
       drafts: int32 ``[B, m]``.
       num_draft: int32 ``[B]``, each row's own number of drafts, 0..m.
       draft_probs: ``[B, m, V]``, what each draft was really sampled from, or None for a deterministic drafter. A draft
-        to which it gives probability zero is rejected.
+        to which it gives probability zero is rejected; in sampled rows drafts end before one whose probabilities are
+        not finite.
       keys: typed keys ``[B]``.
       temperature: fp32 ``[B]``. top_k: int32 ``[B]`` or None. top_p: fp32 ``[B]`` or None. They shape the target here;
         the drafter has applied them to ``draft_probs``.
@@ -79,7 +81,8 @@ def accept(
     Raises:
       ValueError: naming the argument.
     """
-    _check(logits, drafts, num_draft, draft_probs, keys, temperature, top_k, top_p, method, synthetic_rates)
+    check_window(logits, drafts, num_draft, draft_probs, keys, temperature, top_k, top_p)
+    _check_method(method, synthetic_rates, drafts)
     batch, window, vocab = logits.shape
     m = window - 1
     logits = logits.astype(jnp.float32)
@@ -93,16 +96,19 @@ def accept(
         accepted, last = _synthetic(logits, count, keys, temperature, top_k, top_p, synthetic_rates)
     else:
         matches = _leading((drafts == best[:, :m]) & (index < count[:, None]))
-        greedy = matches, _at(best, matches)
+        greedy = matches, at_column(best, matches)
 
         def judged():
-            accepted, last = _judge(logits, drafts, count, draft_probs, keys, temperature, top_k, top_p, method)
+            # a drafter whose probabilities are not numbers has drawn nothing
+            drawn = None if draft_probs is None else jnp.all(jnp.isfinite(draft_probs), axis=-1)
+            sure = count if drawn is None else jnp.minimum(count, _leading(drawn))
+            accepted, last = _judge(logits, drafts, sure, draft_probs, keys, temperature, top_k, top_p, method)
             sampled = temperature > 0
             return jnp.where(sampled, accepted, greedy[0]), jnp.where(sampled, last, greedy[1])
 
         accepted, last = lax.cond(jnp.any(temperature > 0), judged, lambda: greedy)
 
-    nan = _at(bad, accepted)
+    nan = at_column(bad, accepted)
     column = lax.broadcasted_iota(jnp.int32, (batch, window), 1)
     padded = jnp.pad(drafts.astype(jnp.int32), ((0, 0), (0, 1)))
     last = jnp.where(nan, 0, last)[:, None]
@@ -175,17 +181,17 @@ def next_weights(
     ``log max(P_i p_i - q_{i+1}, 0)`` after i accepted drafts, and ``log p_i`` when those were all. Arguments as for,
     and from, ``thresholds``.
     """
-    target = _at(log_probs, accepted)
+    target = at_column(log_probs, accepted)
     m = drafts.shape[1]
     if m == 0:
         return target
     refused = jnp.minimum(accepted, m - 1)
     if draft_probs is None:
         index = lax.broadcasted_iota(jnp.int32, target.shape, 1)
-        residual = jnp.where(index == _at(drafts, refused)[:, None], -jnp.inf, target)
+        residual = jnp.where(index == at_column(drafts, refused)[:, None], -jnp.inf, target)
     else:
-        scaled = _at(scale, accepted)[:, None] * jnp.exp(target)
-        residual = jnp.log(jnp.maximum(scaled - _at(draft_probs, refused).astype(jnp.float32), 0.0))
+        scaled = at_column(scale, accepted)[:, None] * jnp.exp(target)
+        residual = jnp.log(jnp.maximum(scaled - at_column(draft_probs, refused).astype(jnp.float32), 0.0))
     # nothing left of a target that equals the drafter's up to rounding: such a rejection is rounding too
     residual = jnp.where(jnp.max(residual, axis=1, keepdims=True) > -jnp.inf, residual, target)
     return jnp.where((accepted < count)[:, None], residual, target)
@@ -199,24 +205,24 @@ def _judge(logits, drafts, count, draft_probs, keys, temperature, top_k, top_p, 
         return None if x is None else jnp.broadcast_to(x[:, None], (batch, window))
 
     log_probs = shape_logits(logits, rows(temperature), rows(top_k), rows(top_p))
-    uniforms, noise = _noise(keys, window - 1, vocab)
+    uniforms, gumbel = noise(keys, window - 1, vocab)
     h, scale = thresholds(log_probs, drafts, count, draft_probs, method)
     accepted = accepted_length(uniforms < h, method)
     weights = next_weights(log_probs, drafts, count, draft_probs, scale, accepted)
-    return accepted, best_token(weights + noise)[0]
+    return accepted, best_token(weights + gumbel)[0]
 
 
 def _synthetic(logits, count, keys, temperature, top_k, top_p, rates):
     conditional = [b / a if a > 0 else 0.0 for a, b in zip((1.0, *rates), rates, strict=False)]
     index = lax.broadcasted_iota(jnp.int32, (logits.shape[0], len(rates)), 1)
-    uniforms, _ = _noise(keys, len(rates), 0)
+    uniforms, _ = noise(keys, len(rates), 0)
     accepted = _leading((uniforms < jnp.asarray(conditional, jnp.float32)[None]) & (index < count[:, None]))
     token_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, 1)
-    token, _ = sample(_at(logits, accepted), token_keys, temperature, top_k, top_p)
+    token, _ = sample(at_column(logits, accepted), token_keys, temperature, top_k, top_p)
     return accepted, token
 
 
-def _noise(keys: Array, m: int, vocab: int) -> tuple[Array, Array]:
+def noise(keys: Array, m: int, vocab: int) -> tuple[Array, Array]:
     """Independent uniforms ``[B, m]`` and Gumbel noise ``[B, vocab]``, from one draw a row."""
     smallest = float(jnp.finfo(jnp.float32).tiny)
     uniforms = jax.vmap(lambda key: jax.random.uniform(key, (m + vocab,), minval=smallest))(keys)
@@ -228,14 +234,14 @@ def _leading(flags: Array) -> Array:
     return jnp.sum(jnp.cumprod(flags, axis=1, dtype=jnp.int32), axis=1)
 
 
-def _at(x: Array, column: Array) -> Array:
-    """``x[b, column[b]]``: ``[B, ...]`` of ``[B, n, ...]``."""
+def at_column(x: Array, column: Array) -> Array:
+    """Each row's entry of its own column, ``x[b, column[b]]``: ``[B, ...]`` of ``[B, n, ...]``."""
     index = column.reshape(-1, *(1,) * (x.ndim - 1))
     return jnp.take_along_axis(x, index, axis=1)[:, 0]
 
 
-def _check(logits, drafts, num_draft, draft_probs, keys, temperature, top_k, top_p, method, synthetic_rates):
-    check_choice("method", method, REJECTIONS)
+def check_window(logits, drafts, num_draft, draft_probs, keys, temperature, top_k, top_p):
+    """The arguments that every way of judging takes fit each other; else a ``ValueError`` naming one."""
     if logits.ndim != 3 or not jnp.issubdtype(logits.dtype, jnp.floating):
         raise ValueError(f"logits must be floating [B, m + 1, V], got {logits.dtype} {list(logits.shape)}")
     batch, window, vocab = logits.shape
@@ -257,7 +263,11 @@ def _check(logits, drafts, num_draft, draft_probs, keys, temperature, top_k, top
     for name, value in (("drafts", drafts), ("num_draft", num_draft)):
         if not jnp.issubdtype(value.dtype, jnp.integer):
             raise ValueError(f"{name} must be integers, got {value.dtype}")
+
+
+def _check_method(method, synthetic_rates, drafts):
+    check_choice("method", method, REJECTIONS)
     if (method == "synthetic") != (synthetic_rates is not None):
         raise ValueError(f"synthetic_rates goes with method 'synthetic', got {synthetic_rates!r} with {method!r}")
-    if synthetic_rates is not None and len(synthetic_rates) != window - 1:
-        raise ValueError(f"synthetic_rates must have {window - 1} entries, got {len(synthetic_rates)}")
+    if synthetic_rates is not None and len(synthetic_rates) != drafts.shape[1]:
+        raise ValueError(f"synthetic_rates must have {drafts.shape[1]} entries, got {len(synthetic_rates)}")
