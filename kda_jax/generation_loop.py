@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kda_jax import model, ops
+from kda_jax import model
 from kda_jax.cache import Cache, make_cache
 from kda_jax.config import ModelConfig
 from kda_jax.layers.params import ModelParams
+from kda_jax.metadata import Fold, SpecRows, StepMetadata
 from kda_jax.options import SpeculativeOptions
 from kda_jax.speculate.drafter import DraftContext, count_drafts
 from kda_jax.speculate.rejection import accept
@@ -67,9 +68,12 @@ class Program(NamedTuple):
     drafter: Any
 
     @property
-    def native_window(self) -> int:
-        native = self.speculative is not None and not self.speculative.recover
-        return self.speculative.window if native else 1
+    def recovers(self) -> bool:
+        return self.speculative is not None and self.speculative.recover
+
+    @property
+    def states_per_row(self) -> int:
+        return 1 if self.speculative is None or self.speculative.recover else self.speculative.window
 
 
 def _emit(state: LoopState, tokens, count, sampling: Sampling) -> tuple[LoopState, jax.Array]:
@@ -91,9 +95,10 @@ def _emit(state: LoopState, tokens, count, sampling: Sampling) -> tuple[LoopStat
     return state, count
 
 
-def _slots(state: LoopState):
-    """Each live row's slot, 0 for rows that have ended."""
-    return jnp.where(state.done, 0, 1 + jnp.arange(state.done.shape[0], dtype=jnp.int32))
+def _slots(state: LoopState, program: Program):
+    """The first slot of each live row, 0 for rows that have ended."""
+    first = 1 + jnp.arange(state.done.shape[0], dtype=jnp.int32) * program.states_per_row
+    return jnp.where(state.done, 0, first)
 
 
 def _note_nan(state: LoopState, nan) -> LoopState:
@@ -105,17 +110,19 @@ def _note_nan(state: LoopState, nan) -> LoopState:
 
 @functools.partial(jax.jit, static_argnames="program")
 def start(params: ModelParams, tokens, lengths, key, sampling: Sampling, drafter_params, *, program: Program):
-    config, window = program.config, program.native_window
+    config = program.config
     batch, prompt = tokens.shape
     drafts = 0 if program.speculative is None else program.speculative.num_draft_tokens
     size = prompt + program.new_tokens + drafts  # a window is cached whole, even where it can't all become output
-    cache = make_cache(config, batch=batch, tokens=size, dtype=params.embed.dtype, states_per_row=window)
-    row = jnp.arange(batch, dtype=jnp.int32)
-    live = lengths > 0
-    state_slots, conv_slots = jnp.where(live, 1 + row * window, 0), jnp.where(live, 1 + row, 0)
-    logits, cache = model.prefill(
-        params, config, tokens, lengths, cache, state_slots, conv_slots, implementation=program.implementation
+    window = program.speculative.window if program.recovers else None
+    cache = make_cache(
+        config, batch=batch, tokens=size, dtype=params.embed.dtype, states_per_row=program.states_per_row, window=window
     )
+    live = lengths > 0
+    slots = jnp.where(live, 1 + jnp.arange(batch, dtype=jnp.int32) * program.states_per_row, 0)
+    pending, cache = cache.pending, dataclasses.replace(cache, pending=None)
+    logits, cache = model.prefill(params, config, tokens, lengths, cache, slots, implementation=program.implementation)
+    cache = dataclasses.replace(cache, pending=pending)
     zeros = jnp.zeros((batch,), jnp.int32)
     counts = jnp.zeros((batch, drafts), jnp.int32)
     keys = row_keys(key, batch)
@@ -154,7 +161,7 @@ def _plain_step(params, state: LoopState, sampling: Sampling, program: Program) 
         _last_tokens(state)[:, 0],
         state.lengths - 1,
         state.cache,
-        _slots(state),
+        _slots(state, program),
         implementation=program.implementation,
     )
     keys = step_keys(state.keys, state.emitted)
@@ -176,29 +183,24 @@ def _draft(drafter_params, state: LoopState, sampling: Sampling, program: Progra
 def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampling, program: Program) -> LoopState:
     options, config, implementation = program.speculative, program.config, program.implementation
     drafts, num_draft, probs, drafter_state = _draft(drafter_params, state, sampling, program)
-    slots, computed = _slots(state), state.lengths - 1
+    slots, width = _slots(state, program), options.window
     window = jnp.concatenate([_last_tokens(state), jnp.maximum(drafts, 0)], axis=1)
-    lengths = jnp.where(state.done, 0, 1 + num_draft)
-    if options.recover:
-        logits, cache, left = model.verify(
-            params, config, window, lengths, computed, state.cache, slots, implementation=implementation
-        )
-    else:
-        first = jnp.where(slots > 0, 1 + (slots - 1) * options.window, 0)
-        source = jnp.where(slots > 0, first + jnp.maximum(state.last_accepted, 1) - 1, 0)
-        targets = jnp.where((slots > 0)[:, None], first[:, None] + jnp.arange(options.window)[None], 0)
-        logits, cache, left = model.verify_native(
-            params,
-            config,
-            window,
-            lengths,
-            computed,
-            state.cache,
-            source,
-            targets,
-            slots,
-            implementation=implementation,
-        )
+    targets = None
+    if not options.recover:
+        targets = jnp.where((slots > 0)[:, None], slots[:, None] + jnp.arange(width)[None], 0)
+        slots = jnp.where(slots > 0, slots + jnp.maximum(state.last_accepted, 1) - 1, 0)
+    rows = SpecRows(
+        request_rows=jnp.arange(slots.shape[0], dtype=jnp.int32),
+        lengths=jnp.where(state.done, 0, 1 + num_draft),
+        computed=state.lengths - 1,
+        slots=slots,
+        target_slots=targets,
+        fold=Fold() if options.recover else None,
+        window=width,
+    )
+    logits, cache, left = model.step(
+        params, config, state.cache, window, StepMetadata(spec=rows), implementation=implementation
+    )
     judged = accept(
         logits,
         drafts,
@@ -220,10 +222,14 @@ def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampli
         drafted=state.stats.drafted + (position < num_draft[:, None]),
         accepted=state.stats.accepted + (position < kept[:, None]),
     )
-    plan = ops.plan_commit(count, lengths, slots)
+    plan = model.plan_rows(rows, count)
+    if options.recover:
+        cache = model.defer(cache, left, plan)
+    else:
+        cache = model.commit(params, config, cache, left, plan, implementation=implementation)
     state = dataclasses.replace(
         state,
-        cache=model.commit(params, config, cache, left, plan, implementation=implementation),
+        cache=cache,
         last_accepted=jnp.where(count > 0, count, state.last_accepted),
         stats=stats,
     )

@@ -30,7 +30,7 @@ class PrefillRows:
     computed: jax.Array  # int32 [P]: tokens before this step
     source_slots: jax.Array | None  # int32 [P]: 0 for a fresh row, which starts from zero; None: every row is fresh
     final_slots: jax.Array  # int32 [P]
-    pages: jax.Array | None = None  # int32 [P, n]: latent pages, 0 not allocated; None: page ``b`` is batch row ``b``'s
+    pages: jax.Array | None = None  # int32 [P, n]: latent pages, 0: not allocated; None: row i has page i
 
 
 @_pytree
@@ -53,9 +53,17 @@ class SpecRows:
     slots: jax.Array  # int32 [R]: the checkpoint read
     target_slots: jax.Array | None = None  # int32 [R, W]: native mode's state after each token; None: records
     align: AlignRows | None = None  # mode "align"; None: the state returns to its slot
-    pending_rows: jax.Array | None = None  # int32 [R]: row of the pending commit that this verify folds; None: no fold
+    fold: "Fold | None" = None  # the pending commit is folded by this verify; None: before the step, if there is one
     pages: jax.Array | None = None  # int32 [R, n]
     window: int = dataclasses.field(kw_only=True, metadata={"static": True})
+
+
+@_pytree
+class Fold:
+    """The pending commit continues in this step: all its live rows are speculative rows again."""
+
+    # int32 [R]: the pending row each row continues, out of range for none; None: the same rows in the same order
+    rows: jax.Array | None = None
 
 
 @_pytree

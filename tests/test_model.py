@@ -60,7 +60,7 @@ def runs(draw, vocab=TINY.vocab_size):
 
 
 def after_prefill(run, config, cache, slots):
-    return compiled("prefill", config)(run.tokens[:, :PROMPT], run.prompts, cache, slots, run.slots)[1]
+    return compiled("prefill", config)(run.tokens[:, :PROMPT], run.prompts, cache, slots)[1]
 
 
 def windows(run, computed, standing, rng):
@@ -84,12 +84,13 @@ def by_decoding(run, config):
     return cache, computed, logits
 
 
-def check_cache(found, state, reference, computed, slots):
-    """``state`` [L, ROWS, ...] and what else ``found`` keeps of committed tokens, against ``reference``."""
-    for layer in range(state.shape[0]):
-        for b, slot in enumerate(slots):
-            assert_close(state[layer, b], reference.state[layer, slot], LIMIT, f"state of row {b}, layer {layer}")
-            assert_close(found.conv[layer, slot], reference.conv[layer, slot], LIMIT, f"history of row {b}")
+def check_cache(found, found_slots, reference, computed, slots):
+    """What ``found`` keeps of committed tokens in ``found_slots`` [ROWS], against ``reference`` in ``slots``."""
+    for layer in range(found.state.shape[0]):
+        for b, (ours, slot) in enumerate(zip(found_slots, slots, strict=True)):
+            for name in ("state", "conv"):
+                left, right = getattr(found, name)[layer, ours], getattr(reference, name)[layer, slot]
+                assert_close(left, right, LIMIT, f"{name} of row {b}, layer {layer}")
     for ours, theirs in zip(found.latents, reference.latents, strict=True):
         for b, n in enumerate(computed):
             assert_close(ours[b, :n], theirs[b, :n], LIMIT, f"latents of row {b}")
@@ -120,7 +121,7 @@ def test_verify_and_commit_leave_what_decoding_leaves(config):
             cache = compiled("commit", config)(cache, left, plan)
             computed = computed + standing
         np.testing.assert_array_equal(computed, total)
-        check_cache(cache, cache.state[:, run.slots], reference, computed, run.slots)
+        check_cache(cache, run.slots, reference, computed, run.slots)
 
     check()
 
@@ -139,13 +140,14 @@ def test_a_state_for_each_position_holds_what_decoding_leaves(config):
         source, targets = first, first[:, None] + np.arange(WINDOW, dtype=np.int32)[None]
         for offered, standing in run.steps:
             _, cache, left = compiled("verify_native", config)(
-                windows(run, computed, standing, rng), offered, computed, cache, source, targets, run.slots
+                windows(run, computed, standing, rng), offered, computed, cache, source, targets
             )
             assert left.records is None
-            plan = ops.plan_commit(jnp.asarray(standing), jnp.asarray(offered), jnp.asarray(run.slots))
+            plan = ops.plan_commit(jnp.asarray(standing), jnp.asarray(offered), jnp.asarray(source))
+            plan = dataclasses.replace(plan, final_slot=jnp.asarray(first + standing - 1))
             cache = compiled("commit", config)(cache, left, plan)
             source, computed = first + standing - 1, computed + standing
-        check_cache(cache, cache.state[:, source], reference, computed, run.slots)
+        check_cache(cache, source, reference, computed, run.slots)
 
     check()
 
@@ -241,7 +243,7 @@ def test_forward_prefill_and_decode_agree():
     tokens, lengths = rng.integers(0, 40, (ROWS, PROMPT)).astype(np.int32), np.asarray([8, 5, 2, 7], np.int32)
     whole = np.asarray(compiled("forward", TINY)(tokens, lengths))
     slots = np.arange(1, ROWS + 1, dtype=np.int32)
-    last, _ = compiled("prefill", TINY)(tokens, lengths, make(TINY), slots, slots)
+    last, _ = compiled("prefill", TINY)(tokens, lengths, make(TINY), slots)
     assert_close(last, whole[np.arange(ROWS), lengths - 1], LIMIT, "logits of prefill")
     run = Run(np.pad(tokens, [(0, 0), (0, TOKENS - PROMPT)]), np.ones(ROWS, np.int32), slots, [])
     run.steps = [(lengths - 1, lengths - 1)]

@@ -1,6 +1,6 @@
 """The Kimi Delta Attention block around the operations: projections, convolution, gates, norm.
 
-Three forms of one layer. Inputs are already normed; activations [B, T, D] in the model dtype; states fp32.
+The forms of one layer. Inputs are already normed; activations [B, T, D] in the model dtype; states fp32.
 """
 
 import jax
@@ -49,12 +49,14 @@ def _output(params: KDAParams, x, o, config: ModelConfig):
     return linear(rearrange(y, "... h v -> ... (h v)"), params.o_proj)
 
 
-def prefill(params: KDAParams, x, lengths, config: ModelConfig, *, implementation=None):
-    """Fresh sequences ``x`` [B, T, D] of ``lengths`` [B] (or None: all of T).
+def prefill(params: KDAParams, x, lengths, config: ModelConfig, *, state=None, history=None, implementation=None):
+    """Sequences ``x`` [B, T, D] of ``lengths`` [B] (or None: all of T), from ``state`` [B, HV, V, K] and ``history``
+    [B, Wc-1, C], or fresh.
 
     Returns the output [B, T, D], the states [B, HV, V, K] and convolution histories [B, Wc-1, C] after the last tokens.
     """
-    y, history = ops.conv_prefill(_conv_inputs(params, x), params.conv, lengths=lengths, implementation=implementation)
+    inputs = _conv_inputs(params, x)
+    y, history = ops.conv_prefill(inputs, params.conv, history=history, lengths=lengths, implementation=implementation)
     q, k, v = _split_heads(y, config)
     raw_gate, raw_beta = _raw_gates(params, x, config)
     gate = gate_params(params, config)
@@ -64,6 +66,7 @@ def prefill(params: KDAParams, x, lengths, config: ModelConfig, *, implementatio
         v,
         ops.kda_gate(raw_gate, gate.A_log, gate.dt_bias, lower_bound=gate.lower_bound),
         jax.nn.sigmoid(raw_beta.astype(jnp.float32)),
+        initial_state=state,
         lengths=lengths,
         bounded=config.gate_lower_bound is not None,
         implementation=implementation,
@@ -101,6 +104,32 @@ def verify(params: KDAParams, x, state_pool, history_pool, slots, lengths, confi
     return _output(params, x, o, config), records, inputs
 
 
+def verify_after_commit(
+    params: KDAParams,
+    x,
+    state_pool,
+    history_pool,
+    slots,
+    lengths,
+    pending: ops.Records,
+    pending_inputs,
+    plan: ops.CommitPlan,
+    config: ModelConfig,
+    *,
+    implementation=None,
+):
+    """``verify`` of rows whose last commit (``pending``, its convolution inputs and ``plan``) is still to be written.
+
+    Returns what ``verify`` does, then the next state pool and the next history pool.
+    """
+    gate = gate_params(params, config)
+    history_pool = ops.conv_commit(history_pool, pending_inputs, plan, implementation=implementation)
+    window, inputs = _window(params, x, history_pool, slots, lengths, config, implementation)
+    state_pool = ops.kda_commit(state_pool, pending, gate, plan, implementation=implementation)
+    o, records = ops.kda_verify(*window, gate, state_pool, slots, lengths, implementation=implementation)
+    return _output(params, x, o, config), records, inputs, state_pool, history_pool
+
+
 def verify_native(
     params: KDAParams,
     x,
@@ -108,7 +137,6 @@ def verify_native(
     history_pool,
     source_slots,
     target_slots,
-    history_slots,
     lengths,
     config: ModelConfig,
     *,
@@ -118,7 +146,7 @@ def verify_native(
 
     Returns the output [R, W, D], the next state pool, and the convolution inputs [R, W, C].
     """
-    window, inputs = _window(params, x, history_pool, history_slots, lengths, config, implementation)
+    window, inputs = _window(params, x, history_pool, source_slots, lengths, config, implementation)
     slots = (source_slots, target_slots)
     gate = gate_params(params, config)
     o, state_pool = ops.kda_verify_native(*window, gate, state_pool, *slots, lengths, implementation=implementation)

@@ -15,6 +15,7 @@ from kda_jax.layers.params import MLAParams
 from kda_jax.ops._slots import UNROLLED_ROWS
 
 QUERY_BLOCK = 1024  # tokens whose scores against the whole prompt are held at once
+KEY_BLOCK = 1024  # cached tokens that a continued prompt attends to at once
 
 
 def _queries(params: MLAParams, x, config: ModelConfig):
@@ -35,6 +36,19 @@ def _expansion(params: MLAParams, config: ModelConfig):
     return weight[:, : config.qk_nope_dim], weight[:, config.qk_nope_dim :]
 
 
+def _expand(params: MLAParams, cached, config: ModelConfig):
+    """Keys and values of cached tokens: [B, S, r + rope] -> [B, S, heads, nope + rope], [B, S, heads, v]."""
+    values, shared_key = jnp.split(cached, [config.kv_lora_rank], axis=-1)
+    expanded = rearrange(linear(values, params.kv_b_proj), "b t (h d) -> b t h d", h=config.num_attention_heads)
+    k, v = jnp.split(expanded, [config.qk_nope_dim], axis=-1)
+    shared_key = jnp.broadcast_to(shared_key[:, :, None], (*k.shape[:3], config.qk_rope_dim))
+    return jnp.concatenate([k, shared_key], axis=-1), v
+
+
+def _scale(config: ModelConfig) -> float:
+    return (config.qk_nope_dim + config.qk_rope_dim) ** -0.5
+
+
 def prefill(params: MLAParams, x, config: ModelConfig):
     """Causal attention over whole sequences ``x`` [B, T, D]; right padding is never seen by a real token.
 
@@ -44,12 +58,8 @@ def prefill(params: MLAParams, x, config: ModelConfig):
     precision = matmul_precision(dtype)
     q = jnp.concatenate(_queries(params, x, config), axis=-1)
     cached = latent(params, x, config)
-    values, shared_key = jnp.split(cached, [config.kv_lora_rank], axis=-1)
-    expanded = rearrange(linear(values, params.kv_b_proj), "b t (h d) -> b t h d", h=config.num_attention_heads)
-    k, v = jnp.split(expanded, [config.qk_nope_dim], axis=-1)
-    shared_key = jnp.broadcast_to(shared_key[:, :, None], (*k.shape[:3], config.qk_rope_dim))
-    k = jnp.concatenate([k, shared_key], axis=-1)
-    scale = (config.qk_nope_dim + config.qk_rope_dim) ** -0.5
+    k, v = _expand(params, cached, config)
+    scale = _scale(config)
 
     def attend(q, first):
         scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision=precision, preferred_element_type=jnp.float32) * scale
@@ -68,37 +78,123 @@ def prefill(params: MLAParams, x, config: ModelConfig):
     return linear(rearrange(o, "b t h d -> b t (h d)"), params.o_proj), cached
 
 
-def write_latents(cache, new, computed):
-    """``cache`` [B, S, d] with ``new`` [B, W, d] at positions ``computed .. computed + W - 1`` of each row.
+def extend(params: MLAParams, x, cache, computed, lengths, config: ModelConfig, pages=None):
+    """The next tokens ``x`` [B, T, D] of sequences that have ``computed`` [B] tokens in the cache.
 
-    What is past a row's real tokens is written too: it is overwritten before anything reads it. ``computed + W <= S``.
+    The expanded form, a block of ``KEY_BLOCK`` keys at a time with a running softmax; blocks past every row's context
+    are not visited. ``cache`` and ``pages`` as in ``decode``.
+
+    Returns the output [B, T, D] and the next cache. Outputs past a row's length are meaningless.
+    """
+    T, dtype = x.shape[1], x.dtype
+    precision = matmul_precision(dtype)
+    q = jnp.concatenate(_queries(params, x, config), axis=-1) * _scale(config)
+    new = latent(params, x, config)
+    new = jnp.where(jnp.isfinite(new), new, 0)
+    row = jnp.arange(T)
+
+    def add(carry, latents, seen):
+        """Attend to ``latents`` [B, S, d] where ``seen`` [B, T, S]."""
+        best, total, out = carry
+        k, v = _expand(params, latents, config)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, precision=precision, preferred_element_type=jnp.float32)
+        scores = jnp.where(seen[:, None], scores, -jnp.inf)
+        higher = jnp.maximum(best, jnp.max(scores, axis=-1))
+        weights = jnp.exp(scores - higher[..., None])
+        keep = jnp.exp(best - higher)
+        part = jnp.einsum(
+            "bhqk,bkhd->bhqd", weights.astype(dtype), v, precision=precision, preferred_element_type=jnp.float32
+        )
+        return higher, total * keep + jnp.sum(weights, axis=-1), out * keep[..., None] + part
+
+    B, heads = x.shape[0], config.num_attention_heads
+    carry = (
+        jnp.full((B, heads, T), jnp.finfo(jnp.float32).min, jnp.float32),
+        jnp.zeros((B, heads, T), jnp.float32),
+        jnp.zeros((B, heads, T, config.v_head_dim), jnp.float32),
+    )
+    context = pages.shape[1] * cache.shape[1] if pages is not None else cache.shape[1]
+    block = min(KEY_BLOCK, context)
+
+    def cached_block(i, carry):
+        first = jnp.minimum(i * block, context - block)  # the last block reaches back over tokens already seen
+        position = first + jnp.arange(block)
+        seen = (position[None] >= i * block) & (position[None] < computed[:, None])
+        latents = _read(cache, computed, pages, first, block)
+        return add(carry, latents, jnp.broadcast_to(seen[:, None], (B, T, block)))
+
+    carry = jax.lax.fori_loop(0, -(-jnp.max(computed) // block), cached_block, carry)
+    for first in range(0, T, KEY_BLOCK):
+        part = new[:, first : first + KEY_BLOCK]
+        seen = first + jnp.arange(part.shape[1])[None] <= row[:, None]
+        carry = add(carry, part, jnp.broadcast_to(seen[None], (B, *seen.shape)))
+    _, total, out = carry
+    o = (out / total[..., None]).astype(dtype)
+    return linear(rearrange(o, "b h t d -> b t (h d)"), params.o_proj), write_latents(
+        cache, new, computed, pages, lengths
+    )
+
+
+def _read(cache, computed, pages, first=0, count: int | None = None):
+    """Latents at positions ``first .. first + count - 1`` of each row (default: all): [B, count, d].
+
+    Through ``pages``, what is not one of the row's ``computed`` tokens reads as zero: those pages may hold anything.
+    """
+    if pages is None:
+        return cache if count is None else jax.lax.dynamic_slice_in_dim(cache, first, count, axis=1)
+    size = cache.shape[1]
+    if count is None:
+        count = pages.shape[1] * size
+    position = first + jnp.arange(count)
+    page = jnp.take(pages, position // size, axis=1)
+    latents = cache[page, jnp.broadcast_to(position % size, page.shape)]
+    return jnp.where((position[None] < computed[:, None])[..., None], latents, 0)
+
+
+def write_latents(cache, new, computed, pages=None, lengths=None):
+    """``cache`` with ``new`` [B, W, d] at positions ``computed .. computed + W - 1`` of each row.
+
+    Without ``pages`` the cache is [B, S, d], and what is past a row's real tokens is written too: it is overwritten
+    before anything reads it; ``computed + W <= S``. With ``pages`` int32 [B, n] it is [pages, size, d], and just the
+    row's ``lengths`` tokens are written, none to page 0.
     """
     new = new.astype(cache.dtype)
+    positions = computed[:, None] + jnp.arange(new.shape[1])[None]
+    if pages is not None:
+        count, size = cache.shape[:2]
+        column = jnp.minimum(positions // size, pages.shape[1] - 1)
+        page = jnp.take_along_axis(pages, column, axis=1)
+        real = (jnp.arange(new.shape[1])[None] < lengths[:, None]) & (page > 0) & (positions < pages.shape[1] * size)
+        return cache.at[jnp.where(real, page, count), positions % size].set(new, mode="drop")
     if cache.shape[0] <= UNROLLED_ROWS:
         for row in range(cache.shape[0]):
             start = (row, computed[row], 0)
             cache = jax.lax.dynamic_update_slice(cache, new[row : row + 1], start)
         return cache
-    positions = computed[:, None] + jnp.arange(new.shape[1])[None]
     return cache.at[jnp.arange(cache.shape[0])[:, None], positions].set(new, mode="drop")
 
 
-def decode(params: MLAParams, x, cache, computed, config: ModelConfig):
+def decode(params: MLAParams, x, cache, computed, config: ModelConfig, pages=None, lengths=None):
     """Windows ``x`` [B, W, D] on top of ``computed`` [B] cached tokens.
 
-    Returns the output [B, W, D] and the next cache [B, S, r + rope]. Outputs past a row's real tokens are meaningless.
+    ``cache`` is [B, S, d], a row's tokens in its own; or with ``pages`` int32 [B, n] a pool [pages, size, d], of which
+    row ``b`` has page ``pages[b, i]`` for its tokens from ``i * size``, 0 where none is allocated; then ``lengths`` [B]
+    says how many of the window's tokens are kept.
+
+    Returns the output [B, W, D] and the next cache. Outputs past a row's real tokens are meaningless.
     """
     dtype, precision = x.dtype, matmul_precision(x.dtype)
     # a token that went wrong (NaN) must not reach those that don't attend to it: 0 * NaN is NaN. Its own residual
     # stream still says so.
     new = latent(params, x, config)
     new = jnp.where(jnp.isfinite(new), new, 0)
+    old = _read(cache, computed, pages)
     q_nope, q_rope = _queries(params, x, config)
     key_expansion, value_expansion = _expansion(params, config)
     q = jnp.einsum("bwhd,hdr->bwhr", q_nope, key_expansion.astype(dtype), precision=precision)
     q = jnp.concatenate([q, q_rope], axis=-1)
-    scale = (config.qk_nope_dim + config.qk_rope_dim) ** -0.5
-    window, cached = jnp.arange(x.shape[1]), jnp.arange(cache.shape[1])[None, None, None] < _column(computed)
+    scale = _scale(config)
+    window, cached = jnp.arange(x.shape[1]), jnp.arange(old.shape[1])[None, None, None] < _column(computed)
     causal = (window[None] <= window[:, None])[None, None]
 
     def scores(keys, seen):
@@ -106,11 +202,12 @@ def decode(params: MLAParams, x, cache, computed, config: ModelConfig):
         return jnp.where(seen, product * scale, -jnp.inf)
 
     # the cache is read as it was and the window beside it, so that the update of the cache is its last use
-    both = jnp.concatenate([scores(cache, cached), scores(new, causal)], axis=-1)
-    weights = jnp.split(jax.nn.softmax(both, axis=-1).astype(dtype), [cache.shape[1]], axis=-1)
-    o = sum(jnp.einsum("bhws,bsr->bwhr", w, c, precision=precision) for w, c in zip(weights, (cache, new), strict=True))
+    both = jnp.concatenate([scores(old, cached), scores(new, causal)], axis=-1)
+    weights = jnp.split(jax.nn.softmax(both, axis=-1).astype(dtype), [old.shape[1]], axis=-1)
+    o = sum(jnp.einsum("bhws,bsr->bwhr", w, c, precision=precision) for w, c in zip(weights, (old, new), strict=True))
     o = jnp.einsum("bwhr,hdr->bwhd", o[..., : config.kv_lora_rank], value_expansion.astype(dtype), precision=precision)
-    return linear(rearrange(o, "b w h d -> b w (h d)"), params.o_proj), write_latents(cache, new, computed)
+    o = linear(rearrange(o, "b w h d -> b w (h d)"), params.o_proj)
+    return o, write_latents(cache, new, computed, pages, lengths)
 
 
 def _column(x):
