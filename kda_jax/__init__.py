@@ -5,12 +5,14 @@ from kda_jax.checkpoint import Model, load, save
 from kda_jax.config import ModelConfig
 from kda_jax.generation import GenerateResult, GenerateStats, StreamChunk, generate, logits, stream
 from kda_jax.options import CacheOptions, GenerateOptions, SpeculativeOptions
+from kda_jax.speculate.draft_model import DraftModel, load_drafter
 from kda_jax.tokenizer import Tokenizer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CacheOptions",
+    "DraftModel",
     "GenerateOptions",
     "GenerateResult",
     "GenerateStats",
@@ -21,6 +23,7 @@ __all__ = [
     "Tokenizer",
     "generate",
     "load",
+    "load_drafter",
     "logits",
     "ops",
     "save",

@@ -20,6 +20,7 @@ from kda_jax.generation_loop import GenerateStats, LoopState, Program, Sampling,
 from kda_jax.layers.params import ModelParams
 from kda_jax.ops._couplings import next_power_of_two
 from kda_jax.options import GenerateOptions, SpeculativeOptions
+from kda_jax.speculate.draft_model import DraftModel
 from kda_jax.speculate.ngram import NgramDrafter
 
 MIN_PROMPT_BUCKET = 16
@@ -50,7 +51,7 @@ def _prepare(params, config, prompt_tokens, prompt_lengths, key, options, specul
     prompt_tokens, prompt_lengths = _check_prompts(config, prompt_tokens, prompt_lengths, options)
     if not isinstance(key, jax.Array | np.ndarray):
         raise ValueError(f"key must be a JAX key such as jax.random.key(0), got {key!r}")
-    drafter, drafter_params = _check_drafter(speculative, drafter)
+    drafter, drafter_params = _check_drafter(config, options, speculative, drafter)
     batch, prompt = prompt_tokens.shape
     rows = options.for_batch(batch)
     bucket, prompt_bucket = next_power_of_two(batch), max(next_power_of_two(prompt), MIN_PROMPT_BUCKET)
@@ -115,7 +116,7 @@ def _check_ids(name: str, tokens, lengths, config: ModelConfig) -> None:
         )
 
 
-def _check_drafter(speculative, drafter):
+def _check_drafter(config, options, speculative, drafter):
     """(static drafter, its parameters) for the options; ``ValueError`` where they don't fit."""
     if speculative is None:
         if drafter is not None:
@@ -129,6 +130,12 @@ def _check_drafter(speculative, drafter):
         return NgramDrafter.from_options(speculative), None
     if drafter is None:
         raise ValueError(f"drafter must be given for method {speculative.method!r}")
+    if speculative.method == "draft":
+        if not isinstance(drafter, DraftModel):
+            raise ValueError(
+                f"drafter must be a DraftModel for method 'draft' (kda_jax.load_drafter makes one), got {drafter!r}"
+            )
+        return drafter.drafter(config, speculative.num_draft_tokens, options.implementation)
     drafter, params = drafter if isinstance(drafter, tuple) else (drafter, None)
     if not (callable(drafter) and callable(getattr(drafter, "start", None)) and hasattr(drafter, "num_draft_tokens")):
         raise ValueError(
@@ -163,7 +170,8 @@ def generate(
       key: one JAX key. A row's tokens depend on the key, its row number and its own prompt and options.
       options: ``GenerateOptions``.
       speculative: ``SpeculativeOptions``, or None to decode token by token. In fp32 greedy tokens are the same.
-      drafter: for method "custom", a drafter (``kda_jax.speculate.drafter``) or a pair ``(drafter, its parameters)``.
+      drafter: for method "draft", a ``DraftModel`` (``kda_jax.load_drafter``) with the model's vocabulary; for method
+        "custom", a drafter (``kda_jax.speculate.drafter``) or a pair ``(drafter, its parameters)``.
 
     Returns:
       ``GenerateResult``.

@@ -16,16 +16,21 @@ from kda_jax.cache import Cache, make_cache
 from kda_jax.config import ModelConfig
 from kda_jax.layers.params import ModelParams
 from kda_jax.metadata import Fold, SpecRows, StepMetadata
+from kda_jax.ops.tree import paths
 from kda_jax.options import SpeculativeOptions
-from kda_jax.speculate.drafter import DraftContext, count_drafts
+from kda_jax.speculate.drafter import Draft, DraftContext, count_drafts
 from kda_jax.speculate.rejection import accept
 from kda_jax.speculate.sampling import row_keys, sample, step_keys
+from kda_jax.speculate.tree import accept_tree, window_parents
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class GenerateStats:
-    """Counts per row. Acceptance length is ``(emitted - 1) / steps``: prefill's token belongs to no step."""
+    """Counts per row. Acceptance length is ``(emitted - 1) / steps``: prefill's token belongs to no step.
+
+    Position i of a tree is depth i: drafted where the tree has a draft that deep, accepted where one stood.
+    """
 
     steps: jax.Array  # int32 [B]: verify steps (plain: decode steps) while the row was live
     drafted: jax.Array  # int32 [B, m]: how often a draft was judged at each position, the anchor row not counted
@@ -142,12 +147,15 @@ def start(params: ModelParams, tokens, lengths, key, sampling: Sampling, drafter
     token, nan = sample(logits, step_keys(keys, zeros), sampling.temperature, sampling.top_k, sampling.top_p)
     state, _ = _emit(_note_nan(state, nan), token[:, None], zeros + 1, sampling)
     if program.drafter is not None:
-        state = dataclasses.replace(state, drafter=program.drafter.start(drafter_params, _context(state, sampling)))
+        context = _context(state, sampling, program)
+        state = dataclasses.replace(state, drafter=program.drafter.start(drafter_params, context))
     return state
 
 
-def _context(state: LoopState, sampling: Sampling) -> DraftContext:
-    return DraftContext(state.tokens, state.lengths, sampling.temperature, sampling.top_k, sampling.top_p)
+def _context(state: LoopState, sampling: Sampling, program: Program) -> DraftContext:
+    prompt_size = state.tokens.shape[1] - program.new_tokens
+    options = sampling.temperature, sampling.top_k, sampling.top_p
+    return DraftContext(state.tokens, state.lengths, *options, prompt_size)
 
 
 def _last_tokens(state: LoopState):
@@ -172,19 +180,40 @@ def _plain_step(params, state: LoopState, sampling: Sampling, program: Program) 
 
 
 def _draft(drafter_params, state: LoopState, sampling: Sampling, program: Program):
-    """Drafts int32 [B, m], how many of them each row's output can still take, their probabilities, drafter state."""
+    """The ``Draft``, and how many of its drafts each row verifies, int32 [B]: no deeper than its output can take."""
     keys = step_keys(jax.vmap(lambda key: jax.random.fold_in(key, 1))(state.keys), state.emitted)
-    draft = program.drafter(drafter_params, state.drafter, _context(state, sampling), keys)
+    draft = program.drafter(drafter_params, state.drafter, _context(state, sampling, program), keys)
     room = jnp.maximum(sampling.limit - state.emitted - 1, 0)
-    count = jnp.where(state.done, 0, jnp.minimum(count_drafts(draft.tokens), room))
-    return draft.tokens, count, draft.probs, draft.state
+    if draft.parents is None:
+        count = jnp.minimum(count_drafts(draft.tokens), room)
+    else:
+        program.speculative.check_tree()
+        deep = _depths(draft) > room[:, None]
+        draft = draft._replace(tokens=jnp.where(deep, -1, draft.tokens))
+        count = count_drafts(draft.tokens, draft.parents)
+    return draft, jnp.where(state.done, 0, count)
+
+
+def _depths(draft: Draft):
+    """How many drafts lead to each of a tree's, itself included: int32 [B, m]."""
+    return jnp.sum(paths(window_parents(draft.parents))[:, 1:], axis=2, dtype=jnp.int32) - 1
+
+
+def _judged_positions(draft: Draft, num_draft, options: SpeculativeOptions):
+    """Whether a draft is judged at each position, bool [B, m]."""
+    position = jnp.arange(options.num_draft_tokens)[None]
+    if draft.parents is None:
+        return position < num_draft[:, None]
+    real = (draft.tokens >= 0) & (position < num_draft[:, None])
+    return jnp.any(real[:, None] & (_depths(draft)[:, None] == position[..., None] + 1), axis=2)
 
 
 def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampling, program: Program) -> LoopState:
     options, config, implementation = program.speculative, program.config, program.implementation
-    drafts, num_draft, probs, drafter_state = _draft(drafter_params, state, sampling, program)
+    draft, num_draft = _draft(drafter_params, state, sampling, program)
+    parents = None if draft.parents is None else window_parents(draft.parents)
     slots, width = _slots(state, program), options.window
-    window = jnp.concatenate([_last_tokens(state), jnp.maximum(drafts, 0)], axis=1)
+    window = jnp.concatenate([_last_tokens(state), jnp.maximum(draft.tokens, 0)], axis=1)
     targets = None
     if not options.recover:
         targets = jnp.where((slots > 0)[:, None], slots[:, None] + jnp.arange(width)[None], 0)
@@ -196,33 +225,30 @@ def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampli
         slots=slots,
         target_slots=targets,
         fold=Fold() if options.recover else None,
+        parents=parents,
         window=width,
     )
     logits, cache, left = model.step(
         params, config, state.cache, window, StepMetadata(spec=rows), implementation=implementation
     )
-    judged = accept(
-        logits,
-        drafts,
-        num_draft,
-        probs,
-        step_keys(state.keys, state.emitted),
-        sampling.temperature,
-        sampling.top_k,
-        sampling.top_p,
-        method=options.rejection,
-        synthetic_rates=options.acceptance_rates,
-    )
+    keys, shape = step_keys(state.keys, state.emitted), (sampling.temperature, sampling.top_k, sampling.top_p)
+    if parents is None:
+        how = {"method": options.rejection, "synthetic_rates": options.acceptance_rates}
+        judged = accept(logits, draft.tokens, num_draft, draft.probs, keys, *shape, **how)
+    else:
+        judged = accept_tree(logits, draft.tokens, draft.parents, num_draft, draft.probs, keys, *shape)
     live, position = ~state.done, jnp.arange(options.num_draft_tokens)[None]
-    state, count = _emit(dataclasses.replace(state, drafter=drafter_state), judged.tokens, judged.num_emitted, sampling)
+    state, count = _emit(dataclasses.replace(state, drafter=draft.state), judged.tokens, judged.num_emitted, sampling)
     kept = jnp.minimum(judged.num_accepted_drafts, count)
     stats = dataclasses.replace(
         state.stats,
         steps=state.stats.steps + live,
-        drafted=state.stats.drafted + (position < num_draft[:, None]),
+        drafted=state.stats.drafted + _judged_positions(draft, num_draft, options),
         accepted=state.stats.accepted + (position < kept[:, None]),
     )
     plan = model.plan_rows(rows, count)
+    if parents is not None:
+        cache, left = model.keep_path(cache, left, rows, judged.path, count)
     if options.recover:
         cache = model.defer(cache, left, plan)
     else:

@@ -55,6 +55,7 @@ class SpecRows:
     align: AlignRows | None = None  # mode "align"; None: the state returns to its slot
     fold: "Fold | None" = None  # the pending commit is folded by this verify; None: before the step, if there is one
     pages: jax.Array | None = None  # int32 [R, n]
+    parents: jax.Array | None = None  # int32 [R, W]: a tree of drafts, as ops.kda_verify takes it; None: chains
     window: int = dataclasses.field(kw_only=True, metadata={"static": True})
 
 

@@ -19,7 +19,7 @@ from kda_jax.layers.block import embed, feed_forward, head
 from kda_jax.layers.linear import rms_norm
 from kda_jax.layers.params import LayerParams, ModelParams
 from kda_jax.metadata import DecodeRows, Fold, PrefillRows, SpecRows, StepMetadata
-from kda_jax.step import commit, defer, fold, plan_rows, step
+from kda_jax.step import commit, defer, fold, keep_path, plan_rows, step
 
 __all__ = [
     "check_tokens",
@@ -28,6 +28,7 @@ __all__ = [
     "defer",
     "fold",
     "forward",
+    "keep_path",
     "plan_rows",
     "prefill",
     "step",

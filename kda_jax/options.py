@@ -108,14 +108,16 @@ class SpeculativeOptions:
     """How drafts are made and judged. Static and hashable.
 
     Attributes:
-      method: who drafts; ``"ngram"`` looks the last tokens up in prompt and output; ``"custom"`` is a
-        drafter of the caller's. ``"draft"`` and ``"dspark"`` are not implemented.
+      method: who drafts; ``"ngram"`` looks the last tokens up in prompt and output; ``"draft"`` is a smaller model
+        (``kda_jax.load_drafter``); ``"custom"`` is a drafter of the caller's. ``"dspark"`` is not implemented.
       num_draft_tokens: drafts in a window, at least 1; the window is one longer.
       recover: True keeps one state per request and folds accepted records into it; False keeps a state for every
-        position of the window (native). The tokens are the same.
+        position of the window (native). The tokens are the same. Trees of drafts need True.
       rejection: how sampled rows judge a draft: ``"standard"``, ``"block"``, or ``"synthetic"``, which accepts at given
         rates whatever the target says (for benchmarks: its text means nothing).
       ngram_max, ngram_min: longest and shortest suffix that ``"ngram"`` looks up.
+      branches: None for one continuation. Else ``"ngram"`` drafts a tree of several: how many drafts each continuation
+        adds, the best match first, ``num_draft_tokens`` in all. Trees need ``recover`` and rejection ``"standard"``.
       synthetic_rates: probability that drafts 1..i are all accepted, for each i: ``num_draft_tokens`` values in
         [0, 1] that do not increase.
       synthetic_length: in place of rates, the mean number of tokens a window emits, the extra token included, in
@@ -133,11 +135,12 @@ class SpeculativeOptions:
     ngram_min: int = 1
     synthetic_rates: tuple[float, ...] | None = None
     synthetic_length: float | None = None
+    branches: tuple[int, ...] | None = None
 
     def __post_init__(self):
         check_choice("method", self.method, METHODS)
-        if self.method in ("draft", "dspark"):
-            raise ValueError(f"method {self.method!r} is not implemented; 'ngram' and 'custom' are")
+        if self.method == "dspark":
+            raise ValueError(f"method {self.method!r} is not implemented; 'ngram', 'draft' and 'custom' are")
         check_integer("num_draft_tokens", self.num_draft_tokens, 1)
         if not isinstance(self.recover, bool):
             raise ValueError(f"recover must be True or False, got {self.recover!r}")
@@ -145,6 +148,28 @@ class SpeculativeOptions:
         check_integer("ngram_min", self.ngram_min, 1)
         check_integer("ngram_max", self.ngram_max, self.ngram_min)
         self._check_synthetic()
+        if self.branches is not None:
+            self._check_branches()
+
+    def _check_branches(self):
+        branches, m = self.branches, self.num_draft_tokens
+        if not isinstance(branches, tuple | list) or not branches:
+            raise ValueError(f"branches must be numbers of drafts that sum to num_draft_tokens={m}, got {branches!r}")
+        for count in branches:
+            check_integer("branches", count, 1)
+        if sum(branches) != m:
+            raise ValueError(f"branches must sum to num_draft_tokens={m}, got {branches!r}")
+        if self.method != "ngram":
+            raise ValueError(f"branches belong to method 'ngram', got method {self.method!r}")
+        self.check_tree()
+        object.__setattr__(self, "branches", tuple(int(count) for count in branches))
+
+    def check_tree(self) -> None:
+        """``ValueError`` where drafts that form a tree can't be verified or judged under these options."""
+        if not self.recover:
+            raise ValueError("recover must be True for a tree of drafts: native verify has no form for branches")
+        if self.rejection != "standard":
+            raise ValueError(f"rejection must be 'standard' for a tree of drafts, got {self.rejection!r}")
 
     def _check_synthetic(self):
         rates, length, m = self.synthetic_rates, self.synthetic_length, self.num_draft_tokens

@@ -50,13 +50,16 @@ def step(
       the speculative rows, or None without any.
 
     Raises:
-      ValueError: tokens narrower than the window, or several groups without pages, naming the argument.
+      ValueError: tokens narrower than the window, several groups without pages, or a tree of drafts with native
+        slots, naming the argument.
     """
     groups = [name for name in ("spec", "decode", "prefill") if getattr(metadata, name) is not None]
     if len(groups) > 1 and cache.latents and any(getattr(metadata, name).pages is None for name in groups):
         raise ValueError(f"metadata: pages must be given where a step has several groups of rows, got {groups}")
     if metadata.spec is not None and tokens.shape[1] < metadata.spec.window:
         raise ValueError(f"tokens must have at least window={metadata.spec.window} columns, got {tokens.shape[1]}")
+    if metadata.spec is not None and metadata.spec.parents is not None and metadata.spec.target_slots is not None:
+        raise ValueError("metadata.spec.parents: a tree of drafts needs the recover mode, got target_slots too")
     fold_rows = metadata.spec is not None and metadata.spec.fold is not None
     pending = None
     if fold_rows and cache.pending is not None:
@@ -173,7 +176,8 @@ def _mla_groups(params, ys: Groups, cache, metadata: StepMetadata, config, imple
         rows, y = getattr(metadata, name), getattr(ys, name)
         if rows is not None:
             lengths = rows.lengths if name == "spec" else (rows.slots > 0).astype(jnp.int32)
-            out[name], cache = mla.decode(params, y, cache, rows.computed, config, rows.pages, lengths)
+            parents = rows.parents if name == "spec" else None
+            out[name], cache = mla.decode(params, y, cache, rows.computed, config, rows.pages, lengths, parents)
     rows = metadata.prefill
     if rows is not None and rows.source_slots is None:
         out["prefill"], new = mla.prefill(params, ys.prefill, config)
@@ -211,13 +215,13 @@ def _kda_groups(params, ys: Groups, memory, metadata: StepMetadata, config, impl
             records.conv_inputs,
             plan,
             config,
+            parents=rows.parents,
             implementation=implementation,
         )
         spec_work = tuple(spec_work)
     elif rows is not None:
-        out["spec"], *spec_work = kda.verify(
-            params, ys.spec, state, conv, at(rows.slots), rows.lengths, config, implementation=implementation
-        )
+        how = {"parents": rows.parents, "implementation": implementation}
+        out["spec"], *spec_work = kda.verify(params, ys.spec, state, conv, at(rows.slots), rows.lengths, config, **how)
         spec_work = tuple(spec_work)
     if metadata.decode is not None:
         out["decode"], state, decode_inputs = kda.decode(
@@ -250,6 +254,19 @@ def plan_rows(spec: SpecRows, num_accepted) -> ops.CommitPlan:
     last = jnp.maximum(plan.commit_length - 1, 0)
     final = jnp.take_along_axis(spec.target_slots, last[:, None], axis=1)[:, 0]
     return dataclasses.replace(plan, final_slot=jnp.where(plan.commit_length > 0, final, 0))
+
+
+def keep_path(cache: Cache, left: StepRecords, spec: SpecRows, path, num_accepted) -> tuple[Cache, StepRecords]:
+    """A verified tree's step as if it had been a chain along the rows that stand: what ``commit`` and ``defer`` take.
+
+    ``path`` int [R, W]: the rows of each window that stand, in order, row 0 first; ``num_accepted`` int [R] of them
+    count. Latents of the path move to consecutive positions, so none of a rejected draft stays in the context.
+    """
+    count = jnp.minimum(num_accepted, spec.lengths)
+    latents = tuple(mla.keep_path(each, spec.computed, path, count, spec.pages) for each in cache.latents)
+    records = None if left.records is None else ops.gather_path(left.records, path)
+    left = dataclasses.replace(left, records=records, conv_inputs=ops.gather_path(left.conv_inputs, path))
+    return dataclasses.replace(cache, latents=latents), left
 
 
 def commit(params: ModelParams, config: ModelConfig, cache: Cache, left: StepRecords, plan, *, implementation=None):

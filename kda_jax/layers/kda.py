@@ -74,10 +74,10 @@ def prefill(params: KDAParams, x, lengths, config: ModelConfig, *, state=None, h
     return _output(params, x, o, config), state, history
 
 
-def _window(params: KDAParams, x, history_pool, slots, lengths, config: ModelConfig, implementation):
+def _window(params: KDAParams, x, history_pool, slots, lengths, config: ModelConfig, implementation, parents=None):
     """What a window ``x`` [R, W, D] brings to the state: (q, k, v, raw_gate, raw_beta), and the convolution inputs."""
     inputs = _conv_inputs(params, x)
-    y = ops.conv_step(inputs, params.conv, history_pool, slots, lengths, implementation=implementation)
+    y = ops.conv_step(inputs, params.conv, history_pool, slots, lengths, parents=parents, implementation=implementation)
     return (*_split_heads(y, config), *_raw_gates(params, x, config)), inputs
 
 
@@ -93,14 +93,26 @@ def decode(params: KDAParams, x, state_pool, history_pool, slots, config: ModelC
     return _output(params, x, o[:, None], config), state_pool, inputs
 
 
-def verify(params: KDAParams, x, state_pool, history_pool, slots, lengths, config: ModelConfig, *, implementation=None):
-    """A window a request, ``x`` [R, W, D]; both pools are only read.
+def verify(
+    params: KDAParams,
+    x,
+    state_pool,
+    history_pool,
+    slots,
+    lengths,
+    config: ModelConfig,
+    *,
+    parents=None,
+    implementation=None,
+):
+    """A window a request, ``x`` [R, W, D], a tree with ``parents`` [R, W]; both pools are only read.
 
     Returns the output [R, W, D], ``ops.Records``, and the convolution inputs [R, W, C] for ``ops.conv_commit``.
     """
-    window, inputs = _window(params, x, history_pool, slots, lengths, config, implementation)
+    window, inputs = _window(params, x, history_pool, slots, lengths, config, implementation, parents)
     gate = gate_params(params, config)
-    o, records = ops.kda_verify(*window, gate, state_pool, slots, lengths, implementation=implementation)
+    how = {"parents": parents, "implementation": implementation}
+    o, records = ops.kda_verify(*window, gate, state_pool, slots, lengths, **how)
     return _output(params, x, o, config), records, inputs
 
 
@@ -116,6 +128,7 @@ def verify_after_commit(
     plan: ops.CommitPlan,
     config: ModelConfig,
     *,
+    parents=None,
     implementation=None,
 ):
     """``verify`` of rows whose last commit (``pending``, its convolution inputs and ``plan``) is still to be written.
@@ -124,9 +137,10 @@ def verify_after_commit(
     """
     gate = gate_params(params, config)
     history_pool = ops.conv_commit(history_pool, pending_inputs, plan, implementation=implementation)
-    window, inputs = _window(params, x, history_pool, slots, lengths, config, implementation)
+    window, inputs = _window(params, x, history_pool, slots, lengths, config, implementation, parents)
     state_pool = ops.kda_commit(state_pool, pending, gate, plan, implementation=implementation)
-    o, records = ops.kda_verify(*window, gate, state_pool, slots, lengths, implementation=implementation)
+    how = {"parents": parents, "implementation": implementation}
+    o, records = ops.kda_verify(*window, gate, state_pool, slots, lengths, **how)
     return _output(params, x, o, config), records, inputs, state_pool, history_pool
 
 

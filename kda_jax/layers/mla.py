@@ -13,6 +13,7 @@ from kda_jax.config import ModelConfig
 from kda_jax.layers.linear import linear, matmul_precision, rms_norm
 from kda_jax.layers.params import MLAParams
 from kda_jax.ops._slots import UNROLLED_ROWS
+from kda_jax.ops.tree import paths
 
 QUERY_BLOCK = 1024  # tokens whose scores against the whole prompt are held at once
 KEY_BLOCK = 1024  # cached tokens that a continued prompt attends to at once
@@ -174,12 +175,31 @@ def write_latents(cache, new, computed, pages=None, lengths=None):
     return cache.at[jnp.arange(cache.shape[0])[:, None], positions].set(new, mode="drop")
 
 
-def decode(params: MLAParams, x, cache, computed, config: ModelConfig, pages=None, lengths=None):
+def keep_path(cache, computed, path, count, pages=None):
+    """``cache`` with the latents of a tree's path at consecutive positions: that of row ``path[b, i]`` of the window,
+    which a verify left at ``computed[b] + path[b, i]``, moves to ``computed[b] + i``.
+
+    ``path`` int [B, W], of which the first ``count`` [B] entries stand: the latents of rejected rows are overwritten,
+    or lie past the row's tokens. ``cache`` and ``pages`` as in ``decode``.
+    """
+    row = jnp.arange(path.shape[1], dtype=path.dtype)[None]
+    positions = computed[:, None] + jnp.where(row < count[:, None], path, row)
+    if pages is None:
+        latents = jnp.take_along_axis(cache, positions[..., None], axis=1)
+    else:
+        size = cache.shape[1]
+        page = jnp.take_along_axis(pages, jnp.minimum(positions // size, pages.shape[1] - 1), axis=1)
+        latents = cache[page, positions % size]
+    return write_latents(cache, latents, computed, pages, count)
+
+
+def decode(params: MLAParams, x, cache, computed, config: ModelConfig, pages=None, lengths=None, parents=None):
     """Windows ``x`` [B, W, D] on top of ``computed`` [B] cached tokens.
 
     ``cache`` is [B, S, d], a row's tokens in its own; or with ``pages`` int32 [B, n] a pool [pages, size, d], of which
     row ``b`` has page ``pages[b, i]`` for its tokens from ``i * size``, 0 where none is allocated; then ``lengths`` [B]
-    says how many of the window's tokens are kept.
+    says how many of the window's tokens are kept. With ``parents`` int [B, W] the window is a tree: a token attends to
+    the cached ones and to its own path. Latents stay in the order of the window (``keep_path``).
 
     Returns the output [B, W, D] and the next cache. Outputs past a row's real tokens are meaningless.
     """
@@ -195,7 +215,7 @@ def decode(params: MLAParams, x, cache, computed, config: ModelConfig, pages=Non
     q = jnp.concatenate([q, q_rope], axis=-1)
     scale = _scale(config)
     window, cached = jnp.arange(x.shape[1]), jnp.arange(old.shape[1])[None, None, None] < _column(computed)
-    causal = (window[None] <= window[:, None])[None, None]
+    causal = (window[None] <= window[:, None])[None, None] if parents is None else paths(parents)[:, None]
 
     def scores(keys, seen):
         product = jnp.einsum("bwhd,bsd->bhws", q, keys, precision=precision, preferred_element_type=jnp.float32)
