@@ -109,7 +109,6 @@ def test_generate_options_refuse(options, message):
     ("options", "message"),
     [
         ({"method": None}, "method must be one of 'ngram', .* got None"),
-        ({"method": "draft"}, "method 'draft' is not implemented"),
         ({"method": "dspark"}, "method 'dspark' is not implemented"),
         ({"num_draft_tokens": 0}, "num_draft_tokens must be an integer at least 1, got 0"),
         ({"recover": 1}, "recover must be True or False, got 1"),

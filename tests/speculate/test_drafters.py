@@ -1,6 +1,6 @@
 """The n-gram drafter against brute force, and the drafter protocol."""
 
-import dataclasses
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kda_jax.options import SpeculativeOptions
-from kda_jax.speculate.drafter import Draft, DraftContext, Drafter, count_drafts
-from kda_jax.speculate.ngram import NgramDrafter, propose
+from kda_jax.speculate import drafter as drafter_module
+from kda_jax.speculate.drafter import DraftContext, Drafter, count_drafts
+from kda_jax.speculate.ngram import NgramDrafter, propose, propose_tree
 from kda_jax.speculate.rejection import accept
-from kda_jax.speculate.sampling import row_keys, shape_logits
+from kda_jax.speculate.sampling import row_keys
 
 SIZE, DRAFTS = 14, 5
 propose_jit = jax.jit(propose, static_argnums=(2, 3, 4))
@@ -86,21 +87,91 @@ def test_ngram_errors():
             propose(*arguments)
 
 
-@dataclasses.dataclass(frozen=True)
-class Unigram:
-    """The example of the protocol's description: drafts tokens by their frequency; params are logits fp32 [V]."""
+# --- trees -----------------------------------------------------------------------------------------------------------
 
-    num_draft_tokens: int
 
-    def start(self, params, context):
-        return None
+def brute_force_tree(tokens, branches, ngram_max, ngram_min):
+    """Drafts and parents of one row, lists, branch after branch; -1 and 0 for none."""
+    depth, length = branches[0], len(tokens)
+    matches = []
+    for end in range(1, length):
+        n = 0
+        while n < min(ngram_max, end) and tokens[end - 1 - n] == tokens[length - 1 - n]:
+            n += 1
+        if n >= ngram_min:
+            text = list(tokens)
+            for i in range(depth):
+                text.append(text[end + i])
+            matches.append((n, end, tuple(text[length:])))
+    matches.sort(reverse=True)
+    row_of = {(): 0}  # the drafts on the way to each row
+    drafts, parents = [], []
+    for count in branches:
+        new = []
+        for _, _, text in matches:
+            parting = max(n for n in range(depth + 1) if text[:n] in row_of)
+            if parting < depth:
+                new = [text[: n + 1] for n in range(parting, min(parting + count, depth))]
+                break
+        first = len(drafts) + 1
+        for i, path in enumerate(new):
+            row_of[path] = first + i
+        drafts += [path[-1] for path in new] + [-1] * (count - len(new))
+        parents += [row_of[path[:-1]] for path in new] + [0] * (count - len(new))
+    return drafts, parents
 
-    def __call__(self, params, state, context, keys):
-        rows = jnp.broadcast_to(params, (context.lengths.shape[0], params.shape[0]))
-        logp = shape_logits(rows, context.temperature, context.top_k, context.top_p)
-        pick = jax.vmap(lambda key, row: jax.random.categorical(key, row, shape=(self.num_draft_tokens,)))
-        probs = jnp.broadcast_to(jnp.exp(logp)[:, None], (rows.shape[0], self.num_draft_tokens, rows.shape[1]))
-        return Draft(pick(keys, logp).astype(jnp.int32), probs, state)
+
+propose_tree_jit = jax.jit(propose_tree, static_argnums=(2, 3, 4))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=SIZE), min_size=3, max_size=3),
+    st.sampled_from([((3, 2, 1), 4, 1), ((2, 2, 2, 2), 3, 2), ((5,), 4, 1)]),
+)
+def test_ngram_tree_agrees_with_brute_force(rows, how):
+    branches = how[0]
+    tokens = np.full((3, SIZE), 1, np.int32)
+    for b, r in enumerate(rows):
+        tokens[b, : len(r)] = r
+    lengths = np.array([len(r) for r in rows], np.int32)
+    drafts, parents = propose_tree_jit(tokens, lengths, *how)
+    for b, r in enumerate(rows):
+        want = brute_force_tree(r, *how)
+        assert (drafts[b].tolist(), parents[b].tolist()) == want, (r, branches)
+    if len(branches) == 1:
+        np.testing.assert_array_equal(drafts, propose_jit(tokens, lengths, *branches, *how[1:])[0])
+        assert drafts.dtype == parents.dtype == jnp.int32
+
+
+def test_ngram_tree_examples():
+    # "1 2" went on with 8 4, with 8 5 and with 9: two part at the first draft, two at the second
+    text = [1, 2, 9, 0, 1, 2, 8, 5, 1, 2, 8, 4, 1, 2]
+    drafts, parents = propose_tree(jnp.array([text]), jnp.array([len(text)]), (3, 2, 2))
+    assert drafts.tolist() == [[8, 4, 1, 5, 1, 9, 0]]
+    assert parents.tolist() == [[0, 1, 2, 1, 4, 0, 6]]
+    with pytest.raises(ValueError, match=r"branches must be numbers of drafts, at least 1 each, got \(2, 0\)"):
+        propose_tree(jnp.array([text]), jnp.array([3]), (2, 0))
+
+
+# --- the protocol ----------------------------------------------------------------------------------------------------
+
+
+def from_docstring(name):
+    """The class ``name`` that the protocol's description holds as an example."""
+    text = drafter_module.__doc__
+    code = text[text.index("::\n") + 3 : text.index("\nIt is used as")]
+    space = {"__name__": "example"}
+    exec(compile(textwrap.dedent(code), "docstring", "exec"), space)
+    return space[name]
+
+
+Unigram = from_docstring("Unigram")
+
+
+def test_the_example_is_short():
+    text = drafter_module.__doc__
+    assert text[text.index("::\n") : text.index("\nIt is used as")].count("\n") <= 30
 
 
 @pytest.mark.parametrize("drafter", [Unigram(3), NgramDrafter.from_options(SpeculativeOptions("ngram", 3))])
@@ -138,6 +209,11 @@ def test_drafters_run_inside_a_compiled_loop(drafter: Drafter):
         assert row[:length] == [(first - i) % vocab for i in range(length)]
     assert accepted.sum() > 0
     assert (lengths == 13 + accepted.sum(0)).all()
+
+
+def test_count_drafts_of_a_tree():
+    tokens = jnp.array([[1, 2, 3], [1, -1, 3], [-1, -1, -1], [0, 0, -1]])
+    assert count_drafts(tokens, jnp.zeros_like(tokens)).tolist() == [3, 3, 0, 2]
 
 
 def test_count_drafts():
