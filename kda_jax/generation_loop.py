@@ -188,15 +188,16 @@ def _draft(drafter_params, state: LoopState, sampling: Sampling, program: Progra
         count = jnp.minimum(count_drafts(draft.tokens), room)
     else:
         program.speculative.check_tree()
-        deep = _depths(draft) > room[:, None]
-        draft = draft._replace(tokens=jnp.where(deep, -1, draft.tokens))
+        way = _ways(draft)
+        gone = jnp.any(way & (draft.tokens < 0)[:, None], axis=2) | (jnp.sum(way, axis=2) > room[:, None])
+        draft = draft._replace(tokens=jnp.where(gone, -1, draft.tokens))
         count = count_drafts(draft.tokens, draft.parents)
     return draft, jnp.where(state.done, 0, count)
 
 
-def _depths(draft: Draft):
-    """How many drafts lead to each of a tree's, itself included: int32 [B, m]."""
-    return jnp.sum(paths(window_parents(draft.parents))[:, 1:], axis=2, dtype=jnp.int32) - 1
+def _ways(draft: Draft):
+    """Which drafts of a tree lead to each, itself included: bool [B, m, m]."""
+    return paths(window_parents(draft.parents))[:, 1:, 1:]
 
 
 def _judged_positions(draft: Draft, num_draft, options: SpeculativeOptions):
@@ -205,7 +206,8 @@ def _judged_positions(draft: Draft, num_draft, options: SpeculativeOptions):
     if draft.parents is None:
         return position < num_draft[:, None]
     real = (draft.tokens >= 0) & (position < num_draft[:, None])
-    return jnp.any(real[:, None] & (_depths(draft)[:, None] == position[..., None] + 1), axis=2)
+    depth = jnp.sum(_ways(draft), axis=2)
+    return jnp.any(real[:, None] & (depth[:, None] == position[..., None] + 1), axis=2)
 
 
 def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampling, program: Program) -> LoopState:

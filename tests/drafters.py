@@ -104,3 +104,85 @@ def expected_counts(output, drafts, drafts_per_step: int, limit: int) -> tuple[i
         accepted[:right] += 1
         emitted += right + 1
     return steps, drafted, accepted
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """A tree of known drafts. Parameters: the tokens the row will hold, int32 ``[B, S]``, and a choice for each place
+    and draft, int32 ``[B, S, m]``: 0 the right token, 1 or 2 another, -1 none."""
+
+    parents: tuple[int, ...]
+    vocab: int
+
+    @property
+    def num_draft_tokens(self):
+        return len(self.parents)
+
+    def start(self, params, context):
+        return None
+
+    def __call__(self, params, state, context, keys):
+        sequence, choice = params
+        depths = [0]
+        for parent in self.parents:
+            depths.append(depths[parent] + 1)
+        position = context.lengths[:, None] + jnp.array(depths[1:])[None] - 1
+        right = jnp.take_along_axis(sequence, jnp.minimum(position, sequence.shape[1] - 1), axis=1)
+        now = jnp.minimum(context.lengths, sequence.shape[1] - 1)
+        choice = jnp.take_along_axis(choice, now[:, None, None], axis=1)[:, 0]
+        tokens = jnp.where(choice < 0, -1, (right + choice) % self.vocab)
+        parents = jnp.broadcast_to(jnp.array(self.parents)[None], tokens.shape)
+        return Draft(tokens, None, state, parents)
+
+
+@dataclasses.dataclass(frozen=True)
+class AsTree:
+    """Another drafter's chain, called a tree."""
+
+    drafter: object
+
+    @property
+    def num_draft_tokens(self):
+        return self.drafter.num_draft_tokens
+
+    def start(self, params, context):
+        return self.drafter.start(params, context)
+
+    def __call__(self, params, state, context, keys):
+        draft = self.drafter(params, state, context, keys)
+        chain = jnp.broadcast_to(jnp.arange(draft.tokens.shape[1])[None], draft.tokens.shape)
+        return draft._replace(parents=chain)
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeTable:
+    """``Table`` along the branches of a tree; siblings are drawn without replacement."""
+
+    parents: tuple[int, ...]
+
+    @property
+    def num_draft_tokens(self):
+        return len(self.parents)
+
+    def start(self, params, context):
+        return None
+
+    def __call__(self, params, state, context, keys):
+        drawn = [jnp.take_along_axis(context.tokens, context.lengths[:, None] - 1, axis=1)[:, 0]]
+        probs = []
+        for i, parent in enumerate(self.parents):
+            # nothing is drafted behind a draft that is not there
+            above = jnp.maximum(drawn[parent], 0)
+            logp = shape_logits(params[above], context.temperature, context.top_k, context.top_p)
+            elder = [drawn[j + 1] for j in range(i) if self.parents[j] == parent]
+            for token in elder:
+                logp = jnp.where(jnp.arange(logp.shape[1])[None] == token[:, None], -jnp.inf, logp)
+            none = jnp.max(logp, axis=1) == -jnp.inf
+            logp = jax.nn.log_softmax(jnp.where(none[:, None], 0.0, logp), axis=1)
+            now = jax.vmap(jax.random.fold_in, (0, None))(keys, i)
+            token = jax.vmap(jax.random.categorical)(now, logp).astype(jnp.int32)
+            drawn.append(jnp.where(none | (drawn[parent] < 0), -1, token))
+            probs.append(jnp.exp(logp))
+        tokens = jnp.stack(drawn[1:], axis=1)
+        parents = jnp.broadcast_to(jnp.array(self.parents)[None], tokens.shape)
+        return Draft(tokens, jnp.stack(probs, axis=1), state, parents)

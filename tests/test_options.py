@@ -124,6 +124,13 @@ def test_generate_options_refuse(options, message):
         ({"rejection": "synthetic", "synthetic_rates": (1.5, 0.5)}, "synthetic_rates must be"),
         ({"rejection": "synthetic", "synthetic_length": 3.5}, r"synthetic_length must be in \[1, num_draft_tokens"),
         ({"rejection": "synthetic", "synthetic_length": float("nan")}, "synthetic_length must be in"),
+        ({"branches": (1, 2)}, r"branches must sum to num_draft_tokens=2, got \(1, 2\)"),
+        ({"branches": ()}, "branches must be numbers of drafts that sum to num_draft_tokens=2"),
+        ({"branches": 2}, "branches must be numbers of drafts"),
+        ({"branches": (2, 0)}, "branches must be an integer at least 1, got 0"),
+        ({"branches": (1, 1), "method": "draft"}, "branches belong to method 'ngram', got method 'draft'"),
+        ({"branches": (1, 1), "recover": False}, "recover must be True for a tree of drafts"),
+        ({"branches": (1, 1), "rejection": "block"}, "rejection must be 'standard' for a tree of drafts, got 'block'"),
     ],
 )
 def test_speculative_options_refuse(options, message):
