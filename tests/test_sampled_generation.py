@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 import kda_jax
-from kda_jax import GenerateOptions, SpeculativeOptions
+from kda_jax import DraftModel, GenerateOptions, SpeculativeOptions
 from kda_jax.config import ModelConfig
 from tests.compiling import quick  # noqa: F401
-from tests.drafters import Table
+from tests.drafters import Table, TreeTable
 from tests.small_models import healthy_params
 from tests.speculate.toy import Shape, shaped
 from tests.statistics import FALSE_ALARM, p_value, sample_size
@@ -53,7 +53,12 @@ METHODS = {
     "table, standard": SpeculativeOptions("custom", DRAFTS),
     "table, block": SpeculativeOptions("custom", DRAFTS, rejection="block"),
     "table, native": SpeculativeOptions("custom", DRAFTS, recover=False),
+    "n-gram tree": SpeculativeOptions("ngram", DRAFTS + 2, branches=(DRAFTS, 1, 1)),
+    "tree, drawn": SpeculativeOptions("custom", 5),
+    "draft model": SpeculativeOptions("draft", DRAFTS),
 }
+TREE = (0, 0, 1, 2, 1)
+DRAFT_CONFIG = dataclasses.replace(CONFIG, kda_key_dim=3, kda_value_dim=5, hidden_size=12)
 TESTS = len(METHODS) * len(SHAPES)
 DRAWS = sample_size(VOCAB**LENGTH, TESTS)
 
@@ -65,6 +70,16 @@ def table():
     true = np.asarray(kda_jax.logits(PARAMS, CONFIG, contexts))[:, -1]
     other = np.random.default_rng(1).uniform(-1.5, 1.5, true.shape)
     return np.where(np.arange(VOCAB)[:, None] % 2 == 0, true, other).astype(np.float32)
+
+
+def drafter_for(how, drafts=None):
+    if how is None or how.method == "ngram":
+        return None
+    if how.method == "draft":
+        params = healthy_params(DRAFT_CONFIG, 4)
+        return DraftModel(DRAFT_CONFIG, dataclasses.replace(params, lm_head=params.lm_head * 0.35))
+    tree = how.num_draft_tokens == len(TREE)
+    return TreeTable(TREE) if tree else Table(how.num_draft_tokens), table() if drafts is None else drafts
 
 
 @functools.cache
@@ -89,9 +104,6 @@ def run(how, rows, seed=0, new_tokens=LENGTH, shapes=SHAPES, drafts=None):
         top_k=np.repeat([s.top_k for s in shapes], rows),
         top_p=np.repeat([s.top_p for s in shapes], rows),
     )
-    drafter = None
-    if how is not None and how.method == "custom":
-        drafter = Table(how.num_draft_tokens), table() if drafts is None else drafts
     found = kda_jax.generate(
         PARAMS,
         CONFIG,
@@ -100,7 +112,7 @@ def run(how, rows, seed=0, new_tokens=LENGTH, shapes=SHAPES, drafts=None):
         jax.random.key(seed),
         options=options,
         speculative=how,
-        drafter=drafter,
+        drafter=drafter_for(how, drafts),
     )
     return jax.tree.map(lambda x: np.asarray(x).reshape(len(shapes), rows, *x.shape[1:]), found)
 
@@ -112,8 +124,8 @@ def test_the_enumeration_is_of_probabilities():
     assert (joint(SHAPES[1]) == 0).any()
 
 
-# four methods with one of the shapes; the others, and with the other shape, where there is time
-SLOW = ("n-gram, block", "table, native")
+# five methods with one of the shapes; the others, and with the other shape, where there is time
+SLOW = ("n-gram, block", "table, native", "n-gram tree", "draft model")
 CASES = [
     pytest.param(how, shape, id=f"{name}, shape {j}", marks=[pytest.mark.slow] * ((i + j) % 2 or name in SLOW))
     for i, (name, how) in enumerate(METHODS.items())
@@ -132,8 +144,10 @@ def test_the_first_tokens_have_the_models_distribution(how, shape):
     assert p > FALSE_ALARM / TESTS, f"p = {p:.2g} of {DRAWS} draws"
     if how is not None:
         accepted, judged = found.stats.accepted.sum(axis=0), found.stats.drafted.sum(axis=0)
-        assert (0.01 * judged < accepted).all()
-        assert (accepted < 0.95 * judged).all()
+        deepest = 2 if how == METHODS["tree, drawn"] else DRAFTS
+        assert (0.01 * judged < accepted)[:deepest].all()
+        assert (accepted < 0.95 * judged)[:deepest].all()
+        assert not judged[deepest:].any()
 
 
 def test_the_test_would_notice():
