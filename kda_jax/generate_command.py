@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float)
     parser.add_argument("--seed", type=int, default=0, help="of sampling (default %(default)s)")
     parser.add_argument("--ignore-stop", action="store_true", help="do not stop at the model's end token")
-    parser.add_argument("--speculative", metavar="METHOD", help="ngram")
+    parser.add_argument("--speculative", metavar="METHOD", help="ngram, or draft with --drafter")
+    parser.add_argument("--drafter", type=Path, metavar="DIR", help="folder of a smaller model that drafts")
+    parser.add_argument(
+        "--branches", metavar="N,N,..", help="n-gram drafts as a tree: how many each continuation adds; sets M"
+    )
     parser.add_argument("--num-draft-tokens", type=int, metavar="M", help="drafts a step (default 7)")
     parser.add_argument("--rejection", choices=[r for r in REJECTIONS if r != "synthetic"])
     parser.add_argument("--no-recover", action="store_true", help="keep a state per draft instead of records")
@@ -56,6 +60,9 @@ def make_options(args: argparse.Namespace, stop_tokens):
         changes["rejection"] = args.rejection
     if args.no_recover:
         changes["recover"] = False
+    if args.branches is not None:
+        changes["branches"] = read_branches(args.branches)
+        changes.setdefault("num_draft_tokens", sum(changes["branches"]))
     if args.speculative is not None:
         base = {"num_draft_tokens": 7} if preset.speculative is None else dataclasses.asdict(preset.speculative)
         return options, SpeculativeOptions(**(base | {"method": args.speculative} | changes))
@@ -67,19 +74,36 @@ def make_options(args: argparse.Namespace, stop_tokens):
     return options, None
 
 
+def read_branches(text: str) -> tuple[int, ...]:
+    """``--branches`` as numbers."""
+    try:
+        return tuple(int(count) for count in text.split(","))
+    except ValueError:
+        raise ValueError(f"--branches must be numbers with commas between them, got {text!r}") from None
+
+
+def check_drafter(args: argparse.Namespace, speculative) -> None:
+    """``--drafter`` is given just where the method needs it."""
+    needed = speculative is not None and speculative.method == "draft"
+    if needed != (args.drafter is not None):
+        raise ValueError("--speculative draft needs --drafter DIR" if needed else "--drafter needs --speculative draft")
+
+
 def run(args: argparse.Namespace) -> int:
     """Do it. Raises ``ValueError`` for what can't be done, before any weight is read where possible."""
     from kda_jax.checkpoint import load
     from kda_jax.cli import read_prompt
     from kda_jax.generation import stream
+    from kda_jax.speculate.draft_model import load_drafter
 
     text = read_prompt(args.prompt, args.prompt_file)
-    make_options(args, ())  # refused before weights are read
+    check_drafter(args, make_options(args, ())[1])  # refused before weights are read
     default = "float32" if jax.default_backend() == "cpu" else None
     model = load(args.model, dtype=args.dtype or default)
     if model.tokenizer is None:
         raise ValueError(f"{model.path}: no tokenizer in this folder, so it can't read a text prompt")
     options, speculative = make_options(args, model.stop_tokens)
+    drafter = None if args.drafter is None else load_drafter(args.drafter, dtype=args.dtype or default)
     tokens = model.tokenizer.apply_chat(text) if args.chat else model.tokenizer.encode(text)
     decoder = model.tokenizer.stream()
     chunks = stream(
@@ -90,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
         jax.random.key(args.seed),
         options=options,
         speculative=speculative,
+        drafter=drafter,
         steps_per_chunk=STEPS_PER_CHUNK,
     )
     ids, pieces, clock = [], [], []

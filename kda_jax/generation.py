@@ -16,7 +16,7 @@ import numpy as np
 from kda_jax import model
 from kda_jax.checks import check_integer
 from kda_jax.config import ModelConfig
-from kda_jax.generation_loop import GenerateStats, LoopState, Program, Sampling, advance, start
+from kda_jax.generation_loop import GenerateStats, LoopState, Program, Sampling, advance, ratio, start
 from kda_jax.layers.params import ModelParams
 from kda_jax.ops._couplings import next_power_of_two
 from kda_jax.options import GenerateOptions, SpeculativeOptions
@@ -34,6 +34,16 @@ class GenerateResult:
     lengths: jax.Array  # int32 [B]: emitted tokens, a stop token included
     stats: GenerateStats
 
+    @property
+    def acceptance_length(self) -> jax.Array:
+        """Tokens a step, fp32 [B]: ``(emitted - 1) / steps``, prefill's token belonging to none; NaN without one."""
+        return ratio(self.lengths - 1, self.stats.steps)
+
+    @property
+    def overall_acceptance_length(self) -> jax.Array:
+        """Tokens a step over all rows, fp32 []."""
+        return ratio(jnp.sum(jnp.maximum(self.lengths - 1, 0)), jnp.sum(self.stats.steps))
+
 
 class StreamChunk(NamedTuple):
     """What ``stream`` yields: ``tokens``, per row the new token ids (numpy int32); ``finished`` bool [B]; ``stats`` so
@@ -45,7 +55,10 @@ class StreamChunk(NamedTuple):
 
 
 def _prepare(params, config, prompt_tokens, prompt_lengths, key, options, speculative, drafter):
-    """Check everything, round sizes up to buckets, and run prefill: (state, arguments of ``advance``, batch)."""
+    """Check everything, round sizes up to buckets, and run prefill.
+
+    Returns the loop's state, a function of (state, steps) that advances it, and the prompt lengths of the padded batch.
+    """
     if not isinstance(options, GenerateOptions):
         raise ValueError(f"options must be GenerateOptions, got {type(options).__name__}")
     prompt_tokens, prompt_lengths = _check_prompts(config, prompt_tokens, prompt_lengths, options)

@@ -38,6 +38,21 @@ class GenerateStats:
     nan: jax.Array  # bool [B]: the row ended early because its logits held NaN (or +inf): nothing was sampled there
     rejection: str | None = dataclasses.field(default=None, metadata={"static": True})  # None: plain decoding
 
+    @property
+    def acceptance(self) -> jax.Array:
+        """Share of the drafts at each position that became output, fp32 [B, m]; NaN where none was judged."""
+        return ratio(self.accepted, self.drafted)
+
+    @property
+    def overall_acceptance(self) -> jax.Array:
+        """The same over all rows, fp32 [m]."""
+        return ratio(jnp.sum(self.accepted, axis=0), jnp.sum(self.drafted, axis=0))
+
+
+def ratio(part, whole) -> jax.Array:
+    """``part / whole`` fp32, NaN where ``whole`` is 0."""
+    return jnp.where(whole > 0, part / jnp.maximum(whole, 1), jnp.nan).astype(jnp.float32)
+
 
 class Sampling(NamedTuple):
     temperature: jax.Array  # [B]
@@ -152,6 +167,10 @@ def start(params: ModelParams, tokens, lengths, key, sampling: Sampling, drafter
     return state
 
 
+def with_drafter(state: LoopState, drafter_state) -> LoopState:
+    return dataclasses.replace(state, drafter=drafter_state)
+
+
 def _context(state: LoopState, sampling: Sampling, program: Program) -> DraftContext:
     prompt_size = state.tokens.shape[1] - program.new_tokens
     options = sampling.temperature, sampling.top_k, sampling.top_p
@@ -179,7 +198,7 @@ def _plain_step(params, state: LoopState, sampling: Sampling, program: Program) 
     return _emit(_note_nan(state, nan), token[:, None], jnp.ones_like(state.emitted), sampling)[0]
 
 
-def _draft(drafter_params, state: LoopState, sampling: Sampling, program: Program):
+def make_drafts(drafter_params, state: LoopState, sampling: Sampling, program: Program):
     """The ``Draft``, and how many of its drafts each row verifies, int32 [B]: no deeper than its output can take."""
     keys = step_keys(jax.vmap(lambda key: jax.random.fold_in(key, 1))(state.keys), state.emitted)
     draft = program.drafter(drafter_params, state.drafter, _context(state, sampling, program), keys)
@@ -212,7 +231,7 @@ def _judged_positions(draft: Draft, num_draft, options: SpeculativeOptions):
 
 def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampling, program: Program) -> LoopState:
     options, config, implementation = program.speculative, program.config, program.implementation
-    draft, num_draft = _draft(drafter_params, state, sampling, program)
+    draft, num_draft = make_drafts(drafter_params, state, sampling, program)
     parents = None if draft.parents is None else window_parents(draft.parents)
     slots, width = _slots(state, program), options.window
     window = jnp.concatenate([_last_tokens(state), jnp.maximum(draft.tokens, 0)], axis=1)
@@ -240,7 +259,7 @@ def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampli
     else:
         judged = accept_tree(logits, draft.tokens, draft.parents, num_draft, draft.probs, keys, *shape)
     live, position = ~state.done, jnp.arange(options.num_draft_tokens)[None]
-    state, count = _emit(dataclasses.replace(state, drafter=draft.state), judged.tokens, judged.num_emitted, sampling)
+    state, count = _emit(with_drafter(state, draft.state), judged.tokens, judged.num_emitted, sampling)
     kept = jnp.minimum(judged.num_accepted_drafts, count)
     stats = dataclasses.replace(
         state.stats,

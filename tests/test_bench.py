@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kda_jax
-from kda_jax.bench import generation, operations
+from kda_jax.bench import generation, operations, speculative
 from kda_jax.bench.operations import NAMES, Shape
 from kda_jax.cli import main
 from kda_jax.generation import GenerateResult, GenerateStats
@@ -50,6 +50,50 @@ def bench(capsys, *arguments) -> dict:
 def generate_arguments(folder, prompts):
     sizes = ("--max-new-tokens", 12, "--num-draft-tokens", 2, "--timed", 2, "--repeats", 1)
     return ("generate", "--model", folder, "--prompts", prompts, *sizes)
+
+
+def speculative_arguments(folder, prompts, *more):
+    return "speculative", "--model", folder, "--prompts", prompts, "--max-new-tokens", 12, "--repeats", 1, *more
+
+
+@pytest.mark.slow
+def test_speculative_compares_methods(capsys, folder, prompts):
+    """Counts are generate's; a drafter that is the model itself is always right; tables say it all again."""
+    more = ("--num-draft-tokens", 2, "--branches", "2,1", "--drafter", folder, "--batch", 2)
+    report = bench(capsys, *speculative_arguments(folder, prompts, *more))
+    assert (report["prompts"], report["batch"], report["dtype"]) == (3, 2, "float32")
+    names = ["plain", "ngram, recovered", "ngram, native", "ngram tree 2+1", "draft, recovered", "draft, native"]
+    assert list(report["methods"]) == names
+    for name, run in report["methods"].items():
+        # three prompts, the last of them twice to fill its batch
+        assert run["rows"] == run["same_as_plain"] == len(run["acceptance_length_by_prompt"]) == 4
+        assert len(run["drafted"]) == {"plain": 0, "ngram tree 2+1": 3}.get(name, 2)
+        assert run["tokens_per_second"] > 0
+        assert (run["draft_ms"] is None) == (name == "plain")
+        if name != "plain":
+            assert run["draft_ms"] + run["verify_ms"] == pytest.approx(run["step_ms"])
+    assert report["methods"]["plain"]["acceptance_length"] == 1
+    assert report["methods"]["plain"]["times_plain"] == 1
+    itself = report["methods"]["draft, recovered"]
+    assert itself["accepted"] == itself["drafted"]
+    assert itself["acceptance_length"] == 11 / 4
+    text = "".join(map(str, speculative.tables(report).renderables))
+    assert "slower than plain" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--num-draft-tokens", 0), "--num-draft-tokens must be an integer at least 1, got 0"),
+        (("--branches", "2,x"), "--branches must be numbers with commas between them, got '2,x'"),
+        (("--branches", "2,0"), "branches must be an integer at least 1, got 0"),
+        (("--batch", 0), "--batch must be an integer at least 1, got 0"),
+        (("--drafter", "nowhere"), "path must be a folder"),
+    ],
+)
+def test_speculative_refuses(capsys, folder, prompts, more, message):
+    assert main(["bench", *map(str, speculative_arguments(folder, prompts, *more))]) == 2
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow

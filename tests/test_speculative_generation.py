@@ -221,11 +221,21 @@ def test_the_limit_anywhere_in_a_run_ends_the_row(new_tokens):
 
 def test_the_acceptance_length_of_right_drafts_is_the_window():
     _, found = one_row(new_tokens=29)
-    assert (found.lengths[0] - 1) / found.stats.steps[0] == 4
+    np.testing.assert_array_equal(found.acceptance_length, [4] * 5)
+    np.testing.assert_array_equal(found.stats.acceptance, np.ones((5, 3)))
+    assert found.overall_acceptance_length == 4
     _, found = one_row(new_tokens=29, kind="wrong")
-    assert (found.lengths[0] - 1) / found.stats.steps[0] == 1
+    np.testing.assert_array_equal(found.acceptance_length, [1] * 5)
+    np.testing.assert_array_equal(found.stats.overall_acceptance, [0, 0, 0])
     np.testing.assert_array_equal(found.stats.drafted[0], [27, 26, 25])
     np.testing.assert_array_equal(found.stats.accepted[0], [0, 0, 0])
+
+
+def test_shares_of_nothing_are_not_numbers():
+    _, found = one_row(new_tokens=1)
+    assert np.isnan(found.acceptance_length).all()
+    assert np.isnan(found.stats.acceptance).all()
+    assert np.isnan(found.overall_acceptance_length)
 
 
 def test_a_drafter_that_lost_track_would_be_noticed():

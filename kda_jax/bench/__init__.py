@@ -1,4 +1,5 @@
-"""``kda-jax bench``: what this machine does. ``generate`` times whole calls, ``ops`` single operations."""
+"""``kda-jax bench``: what this machine does. ``generate`` times whole calls, ``speculative`` compares ways of
+speculating, ``ops`` times single operations."""
 
 import argparse
 import json
@@ -9,7 +10,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give ``parser`` the arguments that ``run`` reads."""
-    from kda_jax.bench import operations
+    from kda_jax.bench import operations, speculative
 
     parts = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     text = "tokens/s and acceptance length of greedy decoding, one prompt at a time"
@@ -29,6 +30,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also time transformers' KimiLinearForCausalLM.generate on the same weights (parity extra)",
     )
     generate.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
+    text = "ways of speculating on the same prompts, drafting and verifying apart"
+    compare = parts.add_parser("speculative", help=text, description=text[0].upper() + text[1:] + ".")
+    compare.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the shipped model)")
+    compare.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's; float32 on a CPU")
+    compare.add_argument(
+        "--prompts", type=Path, metavar="F", help='JSON list of {"text": ...} (default: held-out Python prompts)'
+    )
+    speculative.add_arguments(compare)
+    compare.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
     text = "time, bytes and bandwidth floor of the operations"
     ops = parts.add_parser("ops", help=text, description=text[0].upper() + text[1:] + ".")
@@ -52,9 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print. Raises ``ValueError`` for arguments that make no sense."""
-    from kda_jax.bench import generation, operations
+    from kda_jax.bench import generation, operations, speculative
 
-    part = generation if args.what == "generate" else operations
+    part = {"generate": generation, "speculative": speculative, "ops": operations}[args.what]
     report = part.measure(args)
     if args.json:
         print(json.dumps(report, indent=1))

@@ -139,6 +139,19 @@ def test_bad_logits_in_sampled_rows(method):
     assert out.tokens[1:].tolist() == [[2, 0, 0, 0]] * 4
 
 
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("method", METHODS)
+def test_probabilities_that_are_not_numbers_end_the_drafts(method, place):
+    """As if there were no draft from there on, in sampled rows; greedy rows and others don't look."""
+    logits, drafts, count, probs, keys, temperature, *shape = example(rows=12)
+    count = jnp.full_like(count, drafts.shape[1])
+    arguments = keys, temperature, *shape
+    want = accept_jit(logits, drafts, jnp.where(temperature > 0, place, count), probs, *arguments, method=method)
+    got = accept_jit(logits, drafts, count, probs.at[:, place, 3].set(jnp.nan), *arguments, method=method)
+    jax.tree.map(np.testing.assert_array_equal, want, got)
+    assert not got.nan.any()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_impossible_drafts_never_stand(method):
     # the drafter is sure of what the target excludes, or denies having drafted what it did
