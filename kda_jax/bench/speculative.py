@@ -246,7 +246,7 @@ def tables(report: dict[str, Any]) -> Group:
         f"{report['model']}, {report['dtype']}: {report['prompts']} prompts of {report['prompt_tokens']['median']:g} "
         f"tokens (median), {report['new_tokens']} new tokens, {report['repeats']} runs; medians",
         speed,
-        "length: tokens a step emits (acceptance length). Of a step's milliseconds, draft is the drafter and verify the "
+        "length: tokens a step emits (acceptance length). Of a step's milliseconds, draft is the drafter, verify the "
         "rest: verifying, judging, committing. same: prompts whose tokens are plain decoding's",
         shares,
         verdict,
