@@ -9,8 +9,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from kda_jax.cache_layout import CacheLayout, CacheSizes, copy_slots, zeros
 from kda_jax.config import ModelConfig
-from kda_jax.ops.plan import CommitPlan, write_committed
+from kda_jax.ops.plan import CommitPlan
 from kda_jax.ops.verify import Records
 
 
@@ -59,31 +60,26 @@ def make_cache(
 
 def make_pools(config: ModelConfig, *, slots: int, pages: int, page_size: int, dtype, state_dtype=jnp.float32) -> Cache:
     """A cache of ``slots`` state slots and ``pages`` latent pages of ``page_size`` tokens, null ones included."""
-    layers = config.num_kda_layers
-    state = (config.kda_num_value_heads, config.kda_value_dim, config.kda_key_dim)
+    layout = CacheLayout.from_sizes(CacheSizes.from_config(config), window=None, dtype=dtype, state_dtype=state_dtype)
+    latents = layout.state("latents")
+    page = (pages, page_size, *latents.shape)
     return Cache(
-        state=jnp.zeros((layers, slots, *state), state_dtype),
-        conv=jnp.zeros((layers, slots, config.conv_width - 1, config.conv_channels), dtype),
-        latents=tuple(jnp.zeros((pages, page_size, config.latent_dim), dtype) for _ in range(config.num_mla_layers)),
+        state=zeros(layout.state("state"), slots),
+        conv=zeros(layout.state("conv"), slots),
+        latents=tuple(jnp.zeros(page, latents.dtype) for _ in range(latents.layers)),
     )
 
 
 def no_commit(config: ModelConfig, rows: int, window: int, dtype) -> PendingCommit:
     """A pending commit of ``rows`` rows that commits nothing."""
-    L, H, HV, K = config.num_kda_layers, config.kda_num_heads, config.kda_num_value_heads, config.kda_key_dim
-    records = Records(
-        correction=jnp.zeros((L, rows, HV, window, config.kda_value_dim), jnp.float32),
-        key=jnp.zeros((L, rows, H, window, K), dtype),
-        raw_gate=jnp.zeros((L, rows, HV, window, K), dtype),
-    )
-    inputs = jnp.zeros((L, rows, window, config.conv_channels), dtype)
+    layout = CacheLayout.from_sizes(CacheSizes.from_config(config), window=window, dtype=dtype)
+    correction, key, raw_gate, inputs = (zeros(state, rows) for state in layout.workspace)
     nothing = [jnp.zeros((rows,), jnp.int32) for _ in range(5)]  # one buffer each: they are donated
-    return PendingCommit(StepRecords(records, inputs), CommitPlan(*nothing, writes_boundaries=False))
+    plan = CommitPlan(*nothing, writes_boundaries=False)
+    return PendingCommit(StepRecords(Records(correction, key, raw_gate), inputs), plan)
 
 
-def copy_slots(cache: Cache, source, target) -> Cache:
+def copy_prefix(cache: Cache, source, target) -> Cache:
     """Copy what slots ``source`` hold to ``target`` (int32 [n], 0: no copy): states and convolution histories."""
-    target = jnp.where(source > 0, target, 0)
-    plan = CommitPlan(jnp.ones_like(source), source, target, source * 0, source * 0, writes_boundaries=False)
-    state, conv = (write_committed(pool, plan, lambda rows, _: rows) for pool in (cache.state, cache.conv))
+    state, conv = (copy_slots(pool, source, target) for pool in (cache.state, cache.conv))
     return dataclasses.replace(cache, state=state, conv=conv)

@@ -169,11 +169,12 @@ class SlotPool:
         """Raises ``AssertionError`` where the books don't add up."""
         free, held, idle = set(self._free), set(self._holders), set(self._idle)
         assert len(free) == len(self._free), "a slot is free twice"
-        assert not (free & held or free & idle or held & idle), "a slot is in two states"
+        assert len(free) + len(held) + len(idle) == len(free | held | idle), "a slot is in two states"
         assert free | held | idle == set(range(1, self.num_slots)), "a slot is lost, or the null slot is handed out"
         assert all(count > 0 for count in self._holders.values()), "a held slot without holder"
         assert {key: slot for slot, key in self._key_of.items()} == self._slot_of, "keys and slots disagree"
-        assert set(self._key_of) <= held | idle and idle <= set(self._key_of), "an idle slot without key"
+        assert set(self._key_of) <= held | idle, "a key of a free slot"
+        assert idle <= set(self._key_of), "an idle slot without key"
         assert set(self._key_of) <= self._written, "a key of a block that was not written"
 
     def _forget(self, slot: int) -> None:

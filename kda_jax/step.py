@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax import ops
-from kda_jax.cache import Cache, PendingCommit, StepRecords, copy_slots
+from kda_jax.cache import Cache, PendingCommit, StepRecords, copy_prefix
 from kda_jax.config import ModelConfig
 from kda_jax.layers import kda, mla
 from kda_jax.layers.block import embed, feed_forward, head
@@ -67,7 +67,7 @@ def step(
     else:
         cache = fold(params, config, cache, implementation=implementation)
     if metadata.copies is not None:
-        cache = copy_slots(cache, metadata.copies.source, metadata.copies.target)
+        cache = copy_prefix(cache, metadata.copies.source, metadata.copies.target)
 
     xs = _group_inputs(params, tokens, metadata)
     layers, slots = cache.state.shape[:2]
