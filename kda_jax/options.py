@@ -1,7 +1,7 @@
-"""What a caller chooses: how to generate, how to speculate, what to cache. Every rule that refuses a choice is here.
+"""What a caller chooses: how to generate and how to speculate. Rules on what goes together are in ``cache_options``.
 
 ``GenerateOptions`` is a pytree whose numbers are traced, so that another temperature runs the program already
-compiled. ``SpeculativeOptions`` and ``CacheOptions`` decide the shape of the program: they are static and hashable.
+compiled. ``SpeculativeOptions`` decide the shape of the program: they are static and hashable.
 """
 
 import dataclasses
@@ -213,40 +213,6 @@ class SpeculativeOptions:
             total = 1 + sum(middle**i for i in range(1, self.num_draft_tokens + 1))
             low, high = (middle, high) if total < self.synthetic_length else (low, middle)
         return tuple(high**i for i in range(1, self.num_draft_tokens + 1))
-
-
-@dataclasses.dataclass(frozen=True)
-class CacheOptions:
-    """What a sequence keeps between steps. Static and hashable.
-
-    Only ``mode="none"`` exists: a sequence keeps its newest state and nothing is shared between requests.
-
-    Attributes:
-      mode: ``"none"``; ``"align"`` (states kept at block boundaries) is not implemented.
-      block_size: tokens in a block of mode ``"align"``; None otherwise.
-      prefix_caching: reuse of another request's prefix; not implemented.
-      state_dtype: of the recurrent state, ``"float32"``; ``"bfloat16"`` is not implemented.
-
-    Raises:
-      ValueError: naming the field.
-    """
-
-    mode: str = "none"
-    block_size: int | None = None
-    prefix_caching: bool = False
-    state_dtype: str = "float32"
-
-    def __post_init__(self):
-        check_choice("mode", self.mode, ("none", "align"))
-        if self.mode == "align":
-            raise ValueError("mode 'align' is not implemented; 'none' is")
-        if self.block_size is not None:
-            raise ValueError(f"block_size belongs to mode 'align', got {self.block_size!r} with mode {self.mode!r}")
-        if self.prefix_caching is not False:
-            raise ValueError(f"prefix_caching is not implemented and must be False, got {self.prefix_caching!r}")
-        check_choice("state_dtype", self.state_dtype, ("float32", "bfloat16"))
-        if self.state_dtype != "float32":
-            raise ValueError(f"state_dtype {self.state_dtype!r} is not implemented; 'float32' is")
 
 
 def _rebuild(max_new_tokens, temperature, top_k, top_p, stop_tokens, implementation) -> GenerateOptions:

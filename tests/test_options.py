@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kda_jax.options import CacheOptions, GenerateOptions, SpeculativeOptions
+from kda_jax.options import GenerateOptions, SpeculativeOptions
 
 
 def test_changing_a_number_does_not_trace_again():
@@ -151,20 +151,3 @@ def test_synthetic_length_becomes_rates(length):
     rates = SpeculativeOptions("ngram", 3, rejection="synthetic", synthetic_length=length).acceptance_rates
     assert 1 + sum(rates) == pytest.approx(length, abs=1e-9)
     assert all(a >= b for a, b in zip((1, *rates), rates, strict=False))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "align"}, "mode 'align' is not implemented"),
-        ({"mode": "all"}, "mode must be one of 'none', 'align', got 'all'"),
-        ({"block_size": 64}, "block_size belongs to mode 'align'"),
-        ({"prefix_caching": True}, "prefix_caching is not implemented"),
-        ({"state_dtype": "bfloat16"}, "state_dtype 'bfloat16' is not implemented"),
-        ({"state_dtype": "float16"}, "state_dtype must be one of"),
-    ],
-)
-def test_cache_options_refuse(options, message):
-    with pytest.raises(ValueError, match=message):
-        CacheOptions(**options)
-    assert hash(CacheOptions()) == hash(CacheOptions(mode="none"))
