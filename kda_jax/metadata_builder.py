@@ -22,6 +22,17 @@ from kda_jax.ops._couplings import next_power_of_two
 from kda_jax.ops.plan import AlignRows
 
 
+class Smallest(NamedTuple):
+    """The smallest buckets: sizes are rounded up to these, then to powers of two. Larger ones mean fewer programs."""
+
+    rows: int = 1  # of the batch and of each group
+    tokens: int = 1  # of a row's query
+    columns: int = 1  # of block tables and of page tables
+
+
+SMALLEST = Smallest()
+
+
 @dataclasses.dataclass(frozen=True)
 class BuilderBase:
     """Everything a builder is given; it keeps all of it.
@@ -35,6 +46,7 @@ class BuilderBase:
       mode: ``"none"``: a request has one slot (natively ``window``). ``"align"``: one slot per ``block_size`` tokens.
       block_size: tokens of a state block; None in mode "none".
       page_size: tokens of a latent page; None: latents are contiguous, row by row.
+      smallest: ``Smallest`` sizes of what a step is padded to.
       device: where the arrays go; not used here.
     """
 
@@ -46,6 +58,7 @@ class BuilderBase:
     mode: str = "none"
     block_size: int | None = None
     page_size: int | None = None
+    smallest: Smallest = SMALLEST
     device: Any = None
 
     def __post_init__(self):
@@ -66,6 +79,8 @@ class BuilderBase:
             check_integer("block_size", self.block_size, self.window or 1)
         if self.page_size is not None:
             check_integer("page_size", self.page_size, 1)
+        for name, size in self.smallest._asdict().items():
+            check_integer(f"smallest.{name}", size, 1)
 
 
 class Built(NamedTuple):
@@ -106,10 +121,6 @@ class Rows(NamedTuple):
     request_ids: tuple | None = None
 
 
-def _bucket(n: int) -> int:
-    return next_power_of_two(max(n, 1))
-
-
 @dataclasses.dataclass(frozen=True)
 class MetadataBuilder:
     """Builds steps; ``base`` holds all that it was given."""
@@ -135,9 +146,9 @@ class MetadataBuilder:
         rows, ids = self._checked(rows)
         spec, decode, prefill = self._classify(rows, ids)
         self._check_memory(rows, ids, spec)
-        batch = _bucket(len(ids))
+        batch = self._rows(len(ids))
         width = int(max([1, *rows.query_lengths[prefill]])) if len(prefill) else 1
-        tokens = _bucket(max(width, self.base.window if len(spec) else 1))
+        tokens = max(width, self.base.window if len(spec) else 1, self.base.smallest.tokens)
         source, target = self._slots(rows)
         fold, must_fold = self._fold(ids, spec, pending)
         may_cross = False
@@ -150,7 +161,26 @@ class MetadataBuilder:
             spec=self._spec_rows(rows, spec, source, fold, batch) if len(spec) else None,
             copies=self._copies(decode, source, target),
         )
-        return Built(metadata, batch, tokens, may_cross, must_fold)
+        return Built(metadata, batch, next_power_of_two(tokens), may_cross, must_fold)
+
+    def _rows(self, count: int) -> int:
+        return next_power_of_two(max(count, self.base.smallest.rows))
+
+    def _columns(self, count: int) -> int:
+        return next_power_of_two(max(count, self.base.smallest.columns))
+
+    def _padded(self, values, group, *, fill: int = 0) -> np.ndarray:
+        """``values`` of the rows of ``group``, padded to a bucket; of row numbers, ``values`` is ``group`` itself."""
+        out = np.full(self._rows(len(group)), fill, np.int32)
+        out[: len(group)] = group if values is group else values[group]
+        return out
+
+    def _table(self, values, group, columns: int) -> np.ndarray:
+        """The first ``columns`` columns of ``values`` of the rows of ``group``, both padded to buckets."""
+        out = np.zeros((self._rows(len(group)), self._columns(columns)), np.int32)
+        held = values[group][:, : out.shape[1]]
+        out[: len(group), : held.shape[1]] = held
+        return out
 
     def _checked(self, rows: Rows) -> tuple[Rows, tuple]:
         base, B = self.base, len(rows.query_lengths)
@@ -270,7 +300,7 @@ class MetadataBuilder:
         wanted = [place.pop(ids[row], len(pending)) for row in spec]
         if place:
             return None, True
-        rows = np.full(_bucket(len(spec)), len(pending), np.int32)
+        rows = np.full(self._rows(len(spec)), len(pending), np.int32)
         rows[: len(wanted)] = wanted
         same = len(rows) == len(pending) and all(
             at == i or (at == len(pending) and pending[i] is None) for i, at in enumerate(rows)
@@ -281,49 +311,42 @@ class MetadataBuilder:
         if self.base.page_size is None:
             return None
         needed = -(-(rows.num_computed + rows.query_lengths)[group] // self.base.page_size)
-        columns = _bucket(int(needed.max()))
-        pages = np.zeros((_bucket(len(group)), columns), np.int32)
-        held = rows.pages[group][:, :columns]
-        pages[: len(group), : held.shape[1]] = held
-        return pages
+        return self._table(rows.pages, group, int(needed.max()))
 
     def _prefill_rows(self, rows: Rows, group, source, target, batch: int) -> PrefillRows:
         fresh = not (rows.num_computed[group] > 0).any()
         return PrefillRows(
-            request_rows=_padded(group, group, batch, fill=batch),
-            lengths=_padded(rows.query_lengths, group, batch),
-            computed=_padded(rows.num_computed, group, batch),
-            source_slots=None if fresh else _padded(source, group, batch),
-            final_slots=_padded(target, group, batch),
+            request_rows=self._padded(group, group, fill=batch),
+            lengths=self._padded(rows.query_lengths, group),
+            computed=self._padded(rows.num_computed, group),
+            source_slots=None if fresh else self._padded(source, group),
+            final_slots=self._padded(target, group),
             pages=self._pages(rows, group),
         )
 
     def _decode_rows(self, rows: Rows, group, target, batch: int) -> DecodeRows:
         return DecodeRows(
-            request_rows=_padded(group, group, batch, fill=batch),
-            computed=_padded(rows.num_computed, group, batch),
-            slots=_padded(target, group, batch),
+            request_rows=self._padded(group, group, fill=batch),
+            computed=self._padded(rows.num_computed, group),
+            slots=self._padded(target, group),
             pages=self._pages(rows, group),
         )
 
     def _spec_rows(self, rows: Rows, group, source, fold, batch: int) -> SpecRows:
         base, targets, align = self.base, None, None
         if rows.row_slots is not None:
-            targets = np.zeros((_bucket(len(group)), base.window), np.int32)
+            targets = np.zeros((self._rows(len(group)), base.window), np.int32)
             targets[: len(group)] = rows.row_slots[group, : base.window]
         if base.mode == "align":
             # columns up to the one that holds the window's last token, so that the width follows the longest row
             needed = (rows.num_computed + rows.query_lengths)[group].max() - 1
-            columns = _bucket(int(needed) // base.block_size + 1)
-            table = np.zeros((_bucket(len(group)), columns), np.int32)
-            held = rows.block_table[group][:, :columns]
-            table[: len(group), : held.shape[1]] = held
-            align = AlignRows(table, _padded(rows.num_computed, group, batch), base.block_size)
+            table = self._table(rows.block_table, group, int(needed) // base.block_size + 1)
+            align = AlignRows(table, self._padded(rows.num_computed, group), base.block_size)
         return SpecRows(
-            request_rows=_padded(group, group, batch, fill=batch),
-            lengths=_padded(rows.query_lengths, group, batch),
-            computed=_padded(rows.num_computed, group, batch),
-            slots=_padded(source, group, batch),
+            request_rows=self._padded(group, group, fill=batch),
+            lengths=self._padded(rows.query_lengths, group),
+            computed=self._padded(rows.num_computed, group),
+            slots=self._padded(source, group),
             target_slots=targets,
             align=align,
             fold=fold,
@@ -336,14 +359,7 @@ class MetadataBuilder:
         moved = decode[(source[decode] != target[decode]) & (source[decode] > 0)]
         if not len(moved):
             return None
-        return SlotCopies(_padded(source, moved, 0), _padded(target, moved, 0))
-
-
-def _padded(values, group, batch: int, *, fill: int = 0) -> np.ndarray:
-    """``values`` of the rows of ``group``, padded to a bucket; of row numbers, ``values`` is ``group`` itself."""
-    out = np.full(_bucket(len(group)), fill, np.int32)
-    out[: len(group)] = group if values is group else values[group]
-    return out
+        return SlotCopies(self._padded(source, moved), self._padded(target, moved))
 
 
 def _check_columns(name, table, shared, active, read, written, last, ids) -> None:

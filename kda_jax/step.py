@@ -69,6 +69,8 @@ def step(
     if metadata.copies is not None:
         cache = copy_prefix(cache, metadata.copies.source, metadata.copies.target)
 
+    if not groups:
+        return jnp.zeros((tokens.shape[0], 1, config.vocab_size), jnp.float32), cache, None
     xs = _group_inputs(params, tokens, metadata)
     layers, slots = cache.state.shape[:2]
     memory = (cache.state.reshape(layers * slots, *cache.state.shape[2:]),)
