@@ -94,6 +94,7 @@ class Driver:
         self.native = window is not None and not recover
         self.run, self.fold = programs(config, params_of, (window, recover, mode))
         self.fold_apart = True
+        self.tamper = lambda built: built
         self.requests = [Request(list(prompt)) for prompt in prompts]
         self.slot_pool, self.page_pool = SlotPool(48), SlotPool(1 + PAGES * len(prompts))
         cache = make_pools(config, slots=48, pages=self.page_pool.num_slots, page_size=PAGE, dtype=jnp.float32)
@@ -153,6 +154,7 @@ class Driver:
             request_ids=tuple(order),
         )
         built = self.builder.build(rows, pending=self.pending)
+        built = self.tamper(built)
         if built.must_fold and self.fold_apart:  # else the step does it
             self.cache = self.fold(self.cache)
         judge = np.zeros(built.batch, bool)
