@@ -56,6 +56,14 @@ def speculative_arguments(folder, prompts, *more):
     return "speculative", "--model", folder, "--prompts", prompts, "--max-new-tokens", 12, "--repeats", 1, *more
 
 
+def test_metadata_is_built_in_each_mode(capsys):
+    report = bench(capsys, "metadata", "--rows", 3, 9, "--repeats", 2)
+    assert set(report["microseconds"]) == {"plain", "recover", "native", "recover, align"}
+    assert all(set(times) == {"3", "9"} and min(times.values()) > 0 for times in report["microseconds"].values())
+    assert main(["bench", "metadata", "--rows", "2", "--repeats", "1"]) == 0
+    assert "recover, align" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_speculative_compares_methods(capsys, folder, prompts):
     """Counts are generate's; a drafter that is the model itself is always right; tables say it all again."""

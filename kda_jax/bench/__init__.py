@@ -1,5 +1,5 @@
 """``kda-jax bench``: what this machine does. ``generate`` times whole calls, ``speculative`` compares ways of
-speculating, ``ops`` times single operations."""
+speculating, ``ops`` times single operations, ``metadata`` the host side of a step."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give ``parser`` the arguments that ``run`` reads."""
-    from kda_jax.bench import operations, speculative
+    from kda_jax.bench import metadata, operations, speculative
 
     parts = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     text = "tokens/s and acceptance length of greedy decoding, one prompt at a time"
@@ -41,6 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     speculative.add_arguments(compare)
     compare.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
+    text = "host time of building a step's metadata"
+    host = parts.add_parser("metadata", help=text, description=text[0].upper() + text[1:] + ".")
+    metadata.add_arguments(host)
+    host.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
     text = "time, bytes and bandwidth floor of the operations"
     ops = parts.add_parser("ops", help=text, description=text[0].upper() + text[1:] + ".")
     ops.add_argument(
@@ -63,9 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print. Raises ``ValueError`` for arguments that make no sense."""
-    from kda_jax.bench import generation, operations, speculative
+    from kda_jax.bench import generation, metadata, operations, speculative
 
-    part = {"generate": generation, "speculative": speculative, "ops": operations}[args.what]
+    parts = {"generate": generation, "speculative": speculative, "ops": operations, "metadata": metadata}
+    part = parts[args.what]
     report = part.measure(args)
     if args.json:
         print(json.dumps(report, indent=1))
