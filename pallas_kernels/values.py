@@ -29,7 +29,9 @@ def softplus(x):
     """``log(1 + exp(x))`` to full relative accuracy, from exp and log alone (kernels lack ``log1p``)."""
     small = jnp.exp(-jnp.abs(x))
     total = 1.0 + small
-    return jnp.maximum(x, 0.0) + jnp.where(total == 1.0, small, jnp.log(total) * (small / jnp.maximum(total - 1.0, 1e-30)))
+    return jnp.maximum(x, 0.0) + jnp.where(
+        total == 1.0, small, jnp.log(total) * (small / jnp.maximum(total - 1.0, 1e-30))
+    )
 
 
 def token_decay(raw_gate, bias, rate, lower_bound):

@@ -11,8 +11,8 @@ def commit(
     pool, correction, key, raw_gate, A_log, dt_bias, lower_bound, commit_length, source_slot, final_slot,
     boundary_slot=None, boundary_length=None, *, interpret=False,
 ):  # fmt: skip
-    """The next pool [L,N,HV,V,K]. Slots of different rows must differ: a row's states are written as soon as it is done."""
-    L, R, HV, W, V = correction.shape
+    """The next pool [L,N,HV,V,K]. Rows must not share slots: a row's states are written as soon as it is done."""
+    L, R, HV, _, V = correction.shape
     bounded = boundary_slot is not None
     lengths = [commit_length, boundary_length] if bounded else [commit_length]
     folded = prepare_commit(key, raw_gate, A_log, dt_bias, lower_bound, lengths, interpret=interpret)

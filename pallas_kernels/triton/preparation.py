@@ -46,7 +46,7 @@ def prepare_window(q, k, raw_gate, raw_beta, A_log, dt_bias, lower_bound, slots,
     }
     if pending is not None:
         inputs |= dict(zip(("old_key", "old_gate", "commit_length"), pending, strict=True))
-        outputs["folded"] = jax.ShapeDtypeStruct((R, HV, W + 1, columns), FLOAT)
+        outputs["folded"] = jax.ShapeDtypeStruct((R, HV, pending[0].shape[2] + 1, columns), FLOAT)
     body = functools.partial(_window_body, W=W, groups=HV // H, lower_bound=lower_bound)
     return named(
         body, inputs, outputs, name="kda_prepare_window", grid=(R, HV), warps=_warps(tile, columns), interpret=interpret

@@ -9,14 +9,14 @@ from tests.ops import harness
 IMPLEMENTATIONS = {
     "kda_gate": ("xla",),
     "conv_prefill": ("xla",),
-    "conv_step": ("xla",),
-    "conv_commit": ("xla",),
+    "conv_step": ("xla", "pallas"),
+    "conv_commit": ("xla", "pallas"),
     "kda_recurrent": ("xla",),
     "kda_chunked": ("xla",),
-    "kda_decode": ("xla",),
-    "kda_verify": ("xla",),
+    "kda_decode": ("xla", "pallas"),
+    "kda_verify": ("xla", "pallas"),
     "kda_verify_native": ("xla",),
-    "kda_commit": ("xla",),
+    "kda_commit": ("xla", "pallas"),
     "plan_commit": ("xla",),
 }
 
