@@ -1,11 +1,12 @@
 """The mathematics of the kernels, as functions of values.
 
-One head at a time, everything fp32 and two-dimensional: tokens are rows of a tile of ``T`` rows (``T >= W``), key channels
-are columns, a row's scalar is [T, 1], a channel's is [1, K]; a state is [V, K]. Nothing here is sliced, and the loops over
-the tokens of a window are unrolled, so the same lines serve a GPU's registers, a TPU's vectors and the interpreter.
+One head at a time, everything fp32 and two-dimensional: tokens are rows of a tile of ``T`` rows (``T >= W``), key
+channels are columns, a row's scalar is [T, 1], a channel's is [1, K]; a state is [V, K]. Nothing here is sliced, and
+the loops over the tokens of a window are unrolled, so the same lines serve a GPU's registers, a TPU's vectors and the
+interpreter.
 
-A window. With ``a_t`` the decay of token ``t`` (``exp`` of the log decay, per channel) and ``P_t = a_0 .. a_t``, the delta
-rule ``u_t = b_t (v_t - S k_t)`` on the decayed state solves to
+A window. With ``a_t`` the decay of token ``t`` (``exp`` of the log decay, per channel) and ``P_t = a_0 .. a_t``, the
+delta rule ``u_t = b_t (v_t - S k_t)`` on the decayed state solves to
 
     u_t = b_t (v_t - S_0 (P_t k_t) - sum_{i<t} A_ti u_i),   A_ti = sum over channels of k_t k_i a_{i+1} .. a_t
     o_t = S_0 (P_t q_t) + sum_{i<=t} Q_ti u_i,              Q_ti likewise with q_t
@@ -35,7 +36,7 @@ def softplus(x):
 
 
 def token_decay(raw_gate, bias, rate, lower_bound):
-    """``exp`` of the log decay: ``-rate softplus(x)``, or ``lower_bound sigmoid(rate x)`` (Kimi Delta Attention's gates)."""
+    """``exp`` of the log decay: ``-rate softplus(x)`` or ``lower_bound sigmoid(rate x)``, the gates of KDA."""
     x = raw_gate.astype(FLOAT) + bias
     return jnp.exp(-rate * softplus(x) if lower_bound is None else lower_bound * sigmoid(rate * x))
 
@@ -114,7 +115,7 @@ def commit_inputs(key, raw_gate, bias, rate, lower_bound, length):
 
 
 def commit_operands(k, decay, window: int):
-    """``S_n = S_0 * total + sum over t of u_t keys_t^T``: keys [T, K] carried past the tokens after them, total [1, K]."""
+    """``S_n = S_0 * total + sum over t of u_t keys_t^T``: keys [T, K] decayed by later tokens, total [1, K]."""
     token = token_index(k.shape[0])
     after = jnp.ones_like(decay)
     for j in reversed(range(1, window)):

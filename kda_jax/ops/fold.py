@@ -1,4 +1,4 @@
-"""Deferred commit: the step before is committed by the verify that follows it, so a state moves once in and once out."""
+"""Deferred commit: the verify that follows a step commits it first, so a state moves once in and once out."""
 
 from kda_jax.ops._checks import Dims, check_fp32, choose
 from kda_jax.ops._kernels import check_gate_params, find_kernel, gate_arguments
@@ -30,9 +30,9 @@ def kda_verify_after_commit(
       q, k, v, raw_gate, raw_beta, gate, slots, lengths: as in ``kda_verify``.
       state_pool: [N, HV, V, K]; donate it to update it in place.
       pending: the records of the step before, of the same rows ([R, HV, W', V] and so on).
-      plan: its commit, with ``writes_boundaries`` False. A row with ``commit_length`` 0 has nothing pending: its state is
-        read as it is. For the others ``final_slot`` is the slot this verify reads, where it reads one; a row of length 0
-        or of the null slot only commits.
+      plan: its commit, with ``writes_boundaries`` False. A row with ``commit_length`` 0 has nothing pending: its state
+        is read as it is. For the others ``final_slot`` is the slot this verify reads, where it reads one; a row of
+        length 0 or of the null slot only commits.
 
     Returns:
       ``o`` [R, W, HV, V] and ``Records`` as from ``kda_verify``, and the next pool.
@@ -52,9 +52,9 @@ def kda_verify_after_commit(
     dims.check("pending.key", pending.key, "R H P K")
     dims.check("pending.raw_gate", pending.raw_gate, "R HV P K")
     _check_foldable(dims, plan)
-    sizes = {name: dims[name] for name in ("K", "V")} | {"W": max(dims["W"], dims["P"])}
+    sizes = {name: dims[name] for name in ("K", "V", "W")}
     kernel = None
-    if dims["P"] == dims["W"] or implementation == "pallas":
+    if dims["P"] == dims["W"]:  # kernels hold one window
         kernel = find_kernel(operation, implementation, dtype=v.dtype, state_dtype=state_pool.dtype, **sizes)
     if kernel is None:
         state_pool = kda_commit(state_pool, pending, gate, plan, implementation=implementation)

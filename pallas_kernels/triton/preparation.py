@@ -1,4 +1,4 @@
-"""What windows and commits need besides states: one small kernel over (row, value head), before the one that moves states.
+"""What windows and commits need besides states: a small kernel over (row, value head) before the one that moves states.
 
 The state kernels have several programs a head, each of which would do this work again.
 """

@@ -1,4 +1,4 @@
-"""Verify, alone and with the commit of the step before folded in: programs over (row, value head, block of value rows)."""
+"""Verify, alone and with the commit of the step before folded in: programs over (row, value head, value rows)."""
 
 import jax
 import jax.numpy as jnp
