@@ -1,7 +1,7 @@
 """TPU route: decode, verify, folded verify and commit with prefetched slots; convolutions are left to XLA.
 
-Arrays in, arrays out, as on the Triton route. The kernels lower for a TPU and are right in its interpreter; they have not
-run on one.
+Arrays in, arrays out, as on the Triton route. The kernels lower for a TPU and are right in its interpreter; they have
+not run on one.
 """
 
 import jax.numpy as jnp

@@ -32,7 +32,7 @@ def per_value_head(x, value_heads: int, axis: int):
 
 
 def window_arrays(q, k, v, raw_gate, raw_beta, slots, lengths):
-    """fp32 tiles [R, HV, T, .] of a window, zero where there is no token (NaN allowed there), and beta as [R, HV, T, 1]."""
+    """fp32 tiles [R, HV, T, .] of a window, beta [R, HV, T, 1]; zero where there is no token, whatever was there."""
     R, W, HV, _ = v.shape
     valid = (jnp.arange(W)[None] < lengths[:, None]) & (slots > 0)[:, None]
 
