@@ -15,20 +15,21 @@ PRECISION = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
 
 
 class Block(NamedTuple):
-    """Value rows (or channels) of a program, and its warps."""
+    """Value rows (of a convolution: channels) of a program, and its warps."""
 
     rows: int
     warps: int
 
 
-# By kernel. Chosen by measurement on one NVIDIA H200 at K = V = 128; a program never takes more rows than there are.
+# By kernel. Chosen by measurement on one NVIDIA H200 (jax 0.11.2, 2026-12-01) at K = V = 128, W = 8, 64 rows, 32 heads.
+# More elements of a state for each thread spill registers: 64 rows and 2 warps take 10 times as long in decode.
 BLOCKS = {
     "decode": Block(64, 4),
-    "verify": Block(64, 4),
-    "commit": Block(64, 4),
-    "verify_after_commit": Block(64, 4),
+    "verify": Block(32, 1),
+    "commit": Block(16, 1),
     "conv": Block(512, 4),
 }
+MEASURED_COLUMNS, MEASURED_TOKENS = 128, 8
 PREPARED_PER_WARP = 1024  # elements of a [tokens, key channels] tile that one warp of a preparation holds
 
 
@@ -45,8 +46,13 @@ def key_tile(key_dim: int) -> int:
     return max(16, power_of_two(key_dim))
 
 
-def block_rows(kernel: str, size: int) -> int:
-    return max(16, min(BLOCKS[kernel].rows, power_of_two(size)))
+def block_of(kernel: str, value_dim: int, columns: int = MEASURED_COLUMNS, tokens: int = MEASURED_TOKENS) -> Block:
+    """The table's block for tiles of ``columns`` key channels and ``tokens``: a thread holds no more than there."""
+    rows, warps = BLOCKS[kernel]
+    fewer = min(rows, power_of_two(value_dim), rows * MEASURED_COLUMNS // columns)
+    fewer = max(16, fewer)
+    wider = max(-(-fewer * columns // (rows * MEASURED_COLUMNS)), columns // MEASURED_COLUMNS)
+    return Block(fewer, min(8, warps * wider * max(1, tokens // MEASURED_TOKENS)))
 
 
 @dataclasses.dataclass(frozen=True)

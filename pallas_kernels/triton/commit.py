@@ -1,10 +1,9 @@
 """Commit: accepted records folded into the states of all layers in one launch, on the pool in place."""
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.triton._launch import BLOCKS, FLOAT, along, block_rows, key_tile, load, named, store, within
+from pallas_kernels.triton._launch import FLOAT, along, block_of, key_tile, load, named, store, within
 from pallas_kernels.triton.preparation import prepare_commit
 
 
@@ -17,7 +16,7 @@ def commit(
     bounded = boundary_slot is not None
     lengths = [commit_length, boundary_length] if bounded else [commit_length]
     folded = prepare_commit(key, raw_gate, A_log, dt_bias, lower_bound, lengths, interpret=interpret)
-    rows = block_rows("commit", V)
+    rows, warps = block_of("commit", V, folded.shape[-1])
     inputs = {"pool": pool, "correction": correction, "folded": folded, "commit_length": commit_length}
     inputs |= {"source_slot": source_slot, "final_slot": final_slot}
     inputs |= {"boundary_slot": boundary_slot, "boundary_length": boundary_length}
@@ -27,18 +26,17 @@ def commit(
         {"next_pool": "pool"},
         name="kda_commit",
         grid=(pl.cdiv(V, rows), HV, L * R),
-        warps=BLOCKS["commit"].warps,
+        warps=warps,
         interpret=interpret,
     )
     return pool
 
 
-def fold_records(state, correction, at, folded, folded_at, length, start, rows):
-    """``state * total + sum over t < length of u_t keys_t^T``, in fp32; all of it the state where ``length`` is 0."""
+def _fold(state, correction, at, folded, folded_at, length, start, rows):
+    """``state * total + sum over t < length of u_t keys_t^T``, in fp32 without a matrix unit: its terms are few."""
     W, V = correction.shape[-2:]
     value, channel = along(0, rows, start), along(1, folded.shape[-1])
-    total = load(folded, (*folded_at, W, channel), length > 0)
-    state = state * jnp.where(length > 0, total, 1.0)
+    state = state * load(folded, (*folded_at, W, channel))
     for t in range(W):
         put = load(correction, (*at, t, value), t < length, within(value, V, rows))
         state = state + put * load(folded, (*folded_at, t, channel), t < length)
@@ -62,5 +60,5 @@ def _body(refs, *, rows, R):
             targets.append((refs.boundary_slot[r], refs.boundary_length[r]))
         for target, (slot, length) in enumerate(targets):
             at = layer, r, hv
-            new = fold_records(state, refs.correction, at, refs.folded, (target, *at), length, start, rows)
+            new = _fold(state, refs.correction, at, refs.folded, (target, *at), length, start, rows)
             store(refs.next_pool, (layer, slot, hv, value, channel), new, slot > 0, *masks)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import values
-from pallas_kernels.triton._launch import BLOCKS, FLOAT, along, block_rows, load, named, store, within
+from pallas_kernels.triton._launch import FLOAT, along, block_of, load, named, store, within
 
 
 def conv_step(x, weight, pool, slots, lengths, *, interpret=False):
@@ -39,14 +39,14 @@ def conv_commit(
 
 def _launch(body, name, shape, inputs, outputs, interpret):
     *layers, R, _, C = shape
-    channels = block_rows("conv", C)
+    channels, warps = block_of("conv", C)
     return named(
         lambda refs: body(refs, channels),
         inputs,
         outputs,
         name=name,
         grid=(pl.cdiv(C, channels), R, *layers),
-        warps=BLOCKS["conv"].warps,
+        warps=warps,
         interpret=interpret,
     )
 

@@ -1,19 +1,19 @@
-"""One token a row, on the pool in place: programs over (row, value head, block of value rows), nothing prepared."""
+"""One token a row, on the pool in place: programs over (value rows, value head, row), nothing prepared."""
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels import values
-from pallas_kernels.triton._launch import BLOCKS, FLOAT, along, block_rows, key_tile, load, named, store, within
+from pallas_kernels.triton._launch import FLOAT, along, block_of, key_tile, load, named, store, within
 from pallas_kernels.triton.preparation import gate_parameters
 
 
 def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots, *, interpret=False):
     """Outputs [R,HV,V] and the next pool."""
-    R, H, _ = q.shape
+    R, H, K = q.shape
     HV, V = v.shape[1:]
-    rows = block_rows("decode", V)
+    rows, warps = block_of("decode", V, key_tile(K))
     inputs = {"q": q, "k": k, "v": v, "raw_gate": raw_gate, "raw_beta": raw_beta, "A_log": A_log, "dt_bias": dt_bias}
     return named(
         lambda refs: _body(refs, rows=rows, groups=HV // H, lower_bound=lower_bound),
@@ -21,7 +21,7 @@ def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots
         {"o": jax.ShapeDtypeStruct((R, HV, V), v.dtype), "next_pool": "pool"},
         name="kda_decode",
         grid=(pl.cdiv(V, rows), HV, R),
-        warps=BLOCKS["decode"].warps,
+        warps=warps,
         interpret=interpret,
     )
 

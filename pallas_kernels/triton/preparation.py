@@ -23,15 +23,12 @@ from pallas_kernels.triton._launch import (
 )
 
 
-def prepare_window(q, k, raw_gate, raw_beta, A_log, dt_bias, lower_bound, slots, lengths, pending=None, *, interpret):
+def prepare_window(q, k, raw_gate, raw_beta, A_log, dt_bias, lower_bound, slots, lengths, *, interpret):
     """Operands of a window, and the records of its keys and gates.
 
-    Args:
-      pending: (key, raw_gate, commit_length) of the records to fold first, or None.
-
     Returns:
-      ``X`` [R, HV, 2T, Kt], ``C`` [R, HV, 2T, 2T] (columns from ``T`` on zero), the key and gate records and, with
-      ``pending``, the commit operand [R, HV, W + 1, Kt] (keys, then the total decay); ``T`` and ``Kt`` are tile sizes.
+      ``X`` [R, HV, 2T, Kt], ``C`` [R, HV, 2T, 2T] (columns from ``T`` on zero), the key and gate records; ``T`` and
+      ``Kt`` are tile sizes.
     """
     R, W, H, K = q.shape
     HV = raw_gate.shape[2]
@@ -44,9 +41,6 @@ def prepare_window(q, k, raw_gate, raw_beta, A_log, dt_bias, lower_bound, slots,
         "key_record": jax.ShapeDtypeStruct((R, H, W, K), k.dtype),
         "gate_record": jax.ShapeDtypeStruct((R, HV, W, K), raw_gate.dtype),
     }
-    if pending is not None:
-        inputs |= dict(zip(("old_key", "old_gate", "commit_length"), pending, strict=True))
-        outputs["folded"] = jax.ShapeDtypeStruct((R, HV, pending[0].shape[2] + 1, columns), FLOAT)
     body = functools.partial(_window_body, W=W, groups=HV // H, lower_bound=lower_bound)
     return named(
         body, inputs, outputs, name="kda_prepare_window", grid=(HV, R), warps=_warps(tile, columns), interpret=interpret
@@ -107,9 +101,6 @@ def _window_body(refs, *, W, groups, lower_bound):
         store(refs.X, (r, hv, token + half * tile, channel), of_state)
         store(refs.C, (r, hv, token + half * tile, other), of_values)
         store(refs.C, (r, hv, token + half * tile, other + tile), jnp.zeros_like(of_values))
-    if hasattr(refs, "folded"):
-        n = refs.commit_length[r]
-        _store_commit(refs.folded, (r, hv), refs.old_key, (r, hk), refs.old_gate, (r, hv), rate, bias, lower_bound, n)
 
 
 def _commit_body(refs, *, targets, groups, lower_bound):

@@ -13,7 +13,7 @@ OPS = (
     "decode", "verify", "commit", "verify_after_commit", "conv_step", "conv_commit", "conv_step_after_commit",
 )  # fmt: skip
 CALL = "custom_call @__gpu$xla.gpu.triton"
-LAUNCHES = {"verify": 2, "commit": 2, "verify_after_commit": 2}  # a preparation goes before
+LAUNCHES = {"verify": 2, "commit": 2, "verify_after_commit": 4}  # a preparation goes before
 
 
 @pytest.mark.parametrize("sizes", SWEEP, ids=str)
