@@ -100,6 +100,14 @@ def test_copies_leave_other_slots_alone(rows):
         np.testing.assert_array_equal(new[:, [0, 1, 2, 3, 5, 7, 8]], old[:, [0, 1, 2, 3, 5, 7, 8]])
 
 
+@pytest.mark.parametrize("rows", [1, 5])
+def test_slots_past_the_pool_write_nothing(rows):
+    """However many rows: none is moved back onto the last live slot."""
+    pool = jnp.arange(8.0).reshape(1, 4, 2)
+    source, target = np.full(rows, 2, np.int32), np.full(rows, 4, np.int32)
+    np.testing.assert_array_equal(copy_slots(pool, source, target), pool)
+
+
 def test_a_layout_is_a_value():
     assert hash(LAYOUT) == hash(CacheLayout.from_sizes(SIZES, window=4, dtype="bfloat16"))
     assert dataclasses.is_dataclass(LAYOUT)

@@ -183,7 +183,19 @@ def test_plain_decoding_has_no_speculative_rows():
         (RECOVER, rows([1, 1], [5], [0, 0], [-1, -1]), "num_computed must be integers of rank 1 with 2 rows"),
         (RECOVER, rows([1.0], [5], [0], [-1]), "query_lengths must be integers"),
         (NATIVE, rows([1], [5], [0], [-1]), "row_slots must be integers of rank 2 with 1 rows, got None"),
-        (RECOVER, rows([1], [5], [0], [-1], request_ids=("a", "b")), "request_ids must name 1 rows, got 2"),
+        (RECOVER, rows([1], [5], [0], [-1], request_ids=("a", "b")), "request_ids must name 1 rows, each once, got 2"),
+        (RECOVER, rows([1, 1], [5, 5], [0, 0], [-1, -1], request_ids=("a", "a")), "each once, got 2, 1 of them"),
+        (NATIVE, native([1], [5], [0], [1 - 1], [5]), "last_accepted of request 0 must be at most window=4, got 5"),
+        (
+            NATIVE,
+            native([1], [5], [0], [0], [1])._replace(row_slots=np.asarray([[1, 2, -3, 4]])),
+            "row_slots of request 0",
+        ),
+        (
+            make(window=W, recover=False, mode="align", block_size=8),
+            native([1], [5], [0], [0], [1])._replace(row_slots=np.zeros((1, W), int), block_table=np.asarray([[5]])),
+            "row_slots of request 0 must be allocated",
+        ),
         (RECOVER, rows([1], [5], [[0]], [-1]), r"is_prefilling must be bool \[1\]"),
     ],
 )
