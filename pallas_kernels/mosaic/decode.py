@@ -1,0 +1,90 @@
+"""One token a row, on the pool in place: one program a (row, value head, 64 value rows), plain fp32, nothing prepared."""
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic._tile import CHUNK, FLOAT, LAYOUT, ROWS, interpret_params, smem, store
+from pallas_kernels.mosaic.preparation import decay, sigmoid
+
+COLUMNS, VALUES = LAYOUT.WGMMA.reduce(0), LAYOUT.WGMMA.reduce(1)
+
+
+def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots, *, interpret=False):
+    """Outputs [R,HV,V] and the next pool."""
+    R, H, K = q.shape
+    HV, V = v.shape[1:]
+    groups = HV // H
+
+    def body(*refs, s, bar):
+        refs = list(refs)
+        slots, q, k, v, raw_gate, raw_beta = (refs.pop(0) for _ in range(6))
+        A_log_ref = None if A_log is None else refs.pop(0)
+        dt_bias, pool, o = refs
+        b, h, tile = (jax.lax.axis_index(n) for n in "bhv")
+        rows, slot = pl.ds(tile * ROWS, ROWS), slots[b]
+        hk = h if groups == 1 else jax.lax.div(h, groups)
+
+        def across(ref, chunk):
+            x = plgpu.load(ref.at[pl.ds(*chunk)], layout=COLUMNS, optimized=False)
+            return jax.lax.broadcast_in_dim(x.astype(FLOAT), (ROWS, CHUNK), (1,))
+
+        @pl.when(slot > 0)
+        def _():
+            tile_ref = pool.at[slot, h, rows]
+            plgpu.copy_gmem_to_smem(tile_ref, s, bar)
+            rate = 1.0 if A_log is None else jnp.exp(A_log_ref[h])
+            chunks = [(start, CHUNK) for start in range(0, K, CHUNK)]
+            keys, queries, decays = [], [], []
+            for chunk in chunks:
+                one = lambda ref: plgpu.load(ref.at[pl.ds(*chunk)], layout=COLUMNS, optimized=False)  # noqa: B023, E731
+                keys.append(one(k.at[b, hk]).astype(FLOAT))
+                queries.append(one(q.at[b, hk]).astype(FLOAT))
+                decays.append(decay(one(raw_gate.at[b, h]), one(dt_bias.at[h]), rate, lower_bound))
+
+            def wide(x):
+                return jax.lax.broadcast_in_dim(x, (ROWS, CHUNK), (1,))
+
+            def total(xs):
+                sums = [wide(x).sum(1) for x in xs]
+                return sum(sums[1:], sums[0])
+
+            key_scale = jax.lax.rsqrt(total([x * x for x in keys]) + 1e-6)
+            query_scale = jax.lax.rsqrt(total([x * x for x in queries]) + 1e-6) * K**-0.5
+            overlap = total([x * y for x, y in zip(keys, queries, strict=True)]) * key_scale * query_scale
+            value = plgpu.load(v.at[b, h, rows], layout=VALUES, optimized=False).astype(FLOAT)
+            beta = sigmoid(raw_beta[b, h].astype(FLOAT))
+            plgpu.barrier_wait(bar)
+            seen = read = None
+            for i, chunk in enumerate(chunks):
+                state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * wide(decays[i])
+                one, two = (state * wide(keys[i])).sum(1), (state * wide(queries[i])).sum(1)
+                seen, read = (one, two) if seen is None else (seen + one, read + two)
+            correction = beta * (value - seen * key_scale)
+            put = correction * key_scale
+            for i, chunk in enumerate(chunks):
+                state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * wide(decays[i])
+                state = state + jax.lax.broadcast_in_dim(put, (ROWS, CHUNK), (0,)) * wide(keys[i])
+                s[:, pl.ds(*chunk)] = state.astype(pool.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(s, tile_ref)
+            store(o.at[b, h, rows], (read * query_scale + correction * overlap).astype(o.dtype))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        @pl.when(slot <= 0)
+        def _():
+            store(o.at[b, h, rows], plgpu.layout_cast(jnp.zeros((ROWS,), o.dtype), VALUES))
+
+    inputs = [slots.astype(jnp.int32), q, k, v, raw_gate, raw_beta] + ([] if A_log is None else [A_log]) + [dt_bias]
+    ref = jax.new_ref(pool)
+    o = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((R, HV, V), v.dtype),
+        grid=(R, HV, V // ROWS),
+        grid_names=("b", "h", "v"),
+        scratch_types=dict(s=smem((ROWS, K), pool.dtype), bar=plgpu.Barrier(num_arrivals=1)),
+        interpret=interpret_params(interpret),
+        kernel_name="kda_decode",
+    )(*inputs, ref)
+    return o, jax.freeze(ref)
