@@ -17,7 +17,7 @@ def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots
     HV, V = v.shape[1:]
     groups = HV // H
 
-    def body(*refs, s, bar):
+    def body(*refs, s, vectors, bar):
         refs = list(refs)
         slots, q, k, v, raw_gate, raw_beta = (refs.pop(0) for _ in range(6))
         A_log_ref = None if A_log is None else refs.pop(0)
@@ -26,50 +26,43 @@ def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots
         rows, slot = pl.ds(tile * ROWS, ROWS), slots[b]
         hk = h if groups == 1 else jax.lax.div(h, groups)
 
+        def once(ref):  # one channel a lane: nothing is computed twice within a program
+            return plgpu.load(ref, layout=LAYOUT.WG_STRIDED((K,), vec_size=1), optimized=False).astype(FLOAT)
+
         def across(ref, chunk):
             x = plgpu.load(ref.at[pl.ds(*chunk)], layout=COLUMNS, optimized=False)
-            return jax.lax.broadcast_in_dim(x.astype(FLOAT), (ROWS, CHUNK), (1,))
+            return jax.lax.broadcast_in_dim(x, (ROWS, CHUNK), (1,))
 
         @pl.when(slot > 0)
         def _():
             tile_ref = pool.at[slot, h, rows]
             plgpu.copy_gmem_to_smem(tile_ref, s, bar)
             rate = 1.0 if A_log is None else jnp.exp(A_log_ref[h])
-            chunks = [(start, CHUNK) for start in range(0, K, CHUNK)]
-            keys, queries, decays = [], [], []
-            for chunk in chunks:
-                one = lambda ref: plgpu.load(ref.at[pl.ds(*chunk)], layout=COLUMNS, optimized=False)  # noqa: B023, E731
-                keys.append(one(k.at[b, hk]).astype(FLOAT))
-                queries.append(one(q.at[b, hk]).astype(FLOAT))
-                decays.append(decay(one(raw_gate.at[b, h]), one(dt_bias.at[h]), rate, lower_bound))
-
-            def wide(x):
-                return jax.lax.broadcast_in_dim(x, (ROWS, CHUNK), (1,))
-
-            def total(xs):
-                sums = [wide(x).sum(1) for x in xs]
-                return sum(sums[1:], sums[0])
-
-            key_scale = jax.lax.rsqrt(total([x * x for x in keys]) + 1e-6)
-            query_scale = jax.lax.rsqrt(total([x * x for x in queries]) + 1e-6) * K**-0.5
-            overlap = total([x * y for x, y in zip(keys, queries, strict=True)]) * key_scale * query_scale
+            key, query = once(k.at[b, hk]), once(q.at[b, hk])
+            key = key * jax.lax.rsqrt((key * key).sum() + 1e-6)
+            query = query * (jax.lax.rsqrt((query * query).sum() + 1e-6) * K**-0.5)
+            overlap = (key * query).sum()
+            vectors[0][...] = key
+            vectors[1][...] = query
+            vectors[2][...] = decay(once(raw_gate.at[b, h]), once(dt_bias.at[h]), rate, lower_bound)
             value = plgpu.load(v.at[b, h, rows], layout=VALUES, optimized=False).astype(FLOAT)
             beta = sigmoid(raw_beta[b, h].astype(FLOAT))
+            plgpu.commit_smem()
             plgpu.barrier_wait(bar)
+            chunks = [(start, CHUNK) for start in range(0, K, CHUNK)]
             seen = read = None
-            for i, chunk in enumerate(chunks):
-                state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * wide(decays[i])
-                one, two = (state * wide(keys[i])).sum(1), (state * wide(queries[i])).sum(1)
+            for chunk in chunks:
+                state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * across(vectors[2], chunk)
+                one, two = (state * across(vectors[0], chunk)).sum(1), (state * across(vectors[1], chunk)).sum(1)
                 seen, read = (one, two) if seen is None else (seen + one, read + two)
-            correction = beta * (value - seen * key_scale)
-            put = correction * key_scale
-            for i, chunk in enumerate(chunks):
-                state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * wide(decays[i])
-                state = state + jax.lax.broadcast_in_dim(put, (ROWS, CHUNK), (0,)) * wide(keys[i])
-                s[:, pl.ds(*chunk)] = state.astype(pool.dtype)
+            correction = beta * (value - seen)
+            put = jax.lax.broadcast_in_dim(correction, (ROWS, CHUNK), (0,))
+            for chunk in chunks:
+                state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * across(vectors[2], chunk)
+                s[:, pl.ds(*chunk)] = (state + put * across(vectors[0], chunk)).astype(pool.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(s, tile_ref)
-            store(o.at[b, h, rows], (read * query_scale + correction * overlap).astype(o.dtype))
+            store(o.at[b, h, rows], (read + correction * overlap).astype(o.dtype))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         @pl.when(slot <= 0)
@@ -83,7 +76,11 @@ def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots
         out_type=jax.ShapeDtypeStruct((R, HV, V), v.dtype),
         grid=(R, HV, V // ROWS),
         grid_names=("b", "h", "v"),
-        scratch_types=dict(s=smem((ROWS, K), pool.dtype), bar=plgpu.Barrier(num_arrivals=1)),
+        scratch_types=dict(
+            s=smem((ROWS, K), pool.dtype),
+            vectors=[plgpu.SMEM((K,), FLOAT) for _ in range(3)],
+            bar=plgpu.Barrier(num_arrivals=1),
+        ),
         interpret=interpret_params(interpret),
         kernel_name="kda_decode",
     )(*inputs, ref)

@@ -40,7 +40,7 @@ def make(case: Case):
     c = case
 
     def act(*shape, scale=1.0):
-        return np.asarray(jnp.asarray(rng.normal(size=shape) * scale, c.dtype).astype(jnp.float32))
+        return np.array(jnp.asarray(rng.normal(size=shape) * scale, c.dtype).astype(jnp.float32))
 
     raw_gate = act(c.R, c.W, c.HV, c.K, scale=2.0)
     if c.strong:
