@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic._tile import CHUNK, FLOAT, LAYOUT, ROWS, interpret_params, smem, store
+from pallas_kernels.mosaic._tile import FLOAT, LAYOUT, ROWS, interpret_params, smem, store
 from pallas_kernels.mosaic.preparation import decay, sigmoid
 
 COLUMNS, VALUES = LAYOUT.WGMMA.reduce(0), LAYOUT.WGMMA.reduce(1)
@@ -16,6 +16,8 @@ def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots
     R, H, K = q.shape
     HV, V = v.shape[1:]
     groups = HV // H
+    width = min(K, 128 // pool.dtype.itemsize)  # the narrowest slice of a swizzled tile: fewest registers
+    chunks = [(start, width) for start in range(0, K, width)]
 
     def body(*refs, s, vectors, bar):
         refs = list(refs)
@@ -31,7 +33,7 @@ def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots
 
         def across(ref, chunk):
             x = plgpu.load(ref.at[pl.ds(*chunk)], layout=COLUMNS, optimized=False)
-            return jax.lax.broadcast_in_dim(x, (ROWS, CHUNK), (1,))
+            return jax.lax.broadcast_in_dim(x, (ROWS, width), (1,))
 
         @pl.when(slot > 0)
         def _():
@@ -49,14 +51,14 @@ def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots
             beta = sigmoid(raw_beta[b, h].astype(FLOAT))
             plgpu.commit_smem()
             plgpu.barrier_wait(bar)
-            chunks = [(start, CHUNK) for start in range(0, K, CHUNK)]
-            seen = read = None
+            seen = read = None  # summed over the row once, after all chunks
             for chunk in chunks:
                 state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * across(vectors[2], chunk)
-                one, two = (state * across(vectors[0], chunk)).sum(1), (state * across(vectors[1], chunk)).sum(1)
+                one, two = state * across(vectors[0], chunk), state * across(vectors[1], chunk)
                 seen, read = (one, two) if seen is None else (seen + one, read + two)
+            seen, read = seen.sum(1), read.sum(1)
             correction = beta * (value - seen)
-            put = jax.lax.broadcast_in_dim(correction, (ROWS, CHUNK), (0,))
+            put = jax.lax.broadcast_in_dim(correction, (ROWS, width), (0,))
             for chunk in chunks:
                 state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * across(vectors[2], chunk)
                 s[:, pl.ds(*chunk)] = (state + put * across(vectors[0], chunk)).astype(pool.dtype)

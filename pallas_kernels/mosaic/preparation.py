@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
 FLOAT = jnp.float32
+WARPS = 1
 
 
 def split(x):
@@ -77,15 +78,35 @@ def _store_split(ref, where, t, rows, x):
     ref[(*where, rows + t)] = low
 
 
-def _window_body(*refs, W, groups, lower_bound, has_rate, layers_rows, fold):
-    """Program (r, hv). Stores key and gate records, ``X`` and ``C``; with ``fold`` also the pending commit's operands."""
+def _window_body(*refs, W, groups, lower_bound, has_rate, fold):
+    """Program (r, hv) or, with ``fold``, (r, hv, part): part 0 stores key and gate records, ``X`` and ``C``, part 1 the
+    pending commit's operands. The two parts share nothing, and one after the other they need too many registers."""
     refs = list(refs)
     r, hv = pl.program_id(0), pl.program_id(1)
+    if not fold:
+        return _window(refs, r, hv, W, groups, lower_bound, has_rate)
+    part = pl.program_id(2)
+    first = 7 + has_rate
+    pending, outputs = refs[first : first + 3], refs[first + 3 :]
+
+    @pl.when(part == 0)
+    def _():
+        _window(refs[:first] + outputs[:4], r, hv, W, groups, lower_bound, has_rate)
+
+    @pl.when(part == 1)
+    def _():
+        old_key, old_raw, commit_length = pending
+        rate, bias = _gate_params(refs[6:first], has_rate, hv)
+        _store_commit(
+            *outputs[4:], (r, hv), old_key, old_raw, (r, hv // groups), (r, hv), bias, rate, lower_bound,
+            commit_length[r], W,
+        )  # fmt: skip
+
+
+def _window(refs, r, hv, W, groups, lower_bound, has_rate):
     hk = hv // groups
     q_ref, k_ref, raw_ref, beta_ref, slots, lengths = (refs.pop(0) for _ in range(6))
     rate, bias = _gate_params(refs, has_rate, hv)
-    if fold:
-        old_key, old_raw, commit_length = (refs.pop(0) for _ in range(3))
     x_ref, c_ref, key_out, raw_out = (refs.pop(0) for _ in range(4))
     P, K = padded_window(W), q_ref.shape[-1]
     length = jnp.where(slots[r] > 0, lengths[r], 0)
@@ -143,11 +164,6 @@ def _window_body(*refs, W, groups, lower_bound, has_rate, layers_rows, fold):
     for t in range(W, P):
         put(t, jnp.zeros((K,), FLOAT), jnp.zeros((P,), FLOAT))
         put(P + t, jnp.zeros((K,), FLOAT), jnp.zeros((P,), FLOAT))
-    if fold:
-        kd_ref, total_ref = refs
-        _store_commit(
-            kd_ref, total_ref, (r, hv), old_key, old_raw, (r, hk), (r, hv), bias, rate, lower_bound, commit_length[r], W
-        )
 
 
 def _store_commit(kd_ref, total_ref, to, key, raw, key_at, raw_at, bias, rate, lower_bound, length, W):
@@ -194,7 +210,7 @@ def _call(body, grid, inputs, outputs, interpret, name):
         body,
         grid=grid,
         out_shape=outputs,
-        compiler_params=pltriton.CompilerParams(num_warps=1, num_stages=1),
+        compiler_params=pltriton.CompilerParams(num_warps=WARPS, num_stages=1),
         interpret=bool(interpret),
         name=name,
     )(*inputs)
@@ -223,10 +239,11 @@ def prepare_window(q, k, raw_gate, raw_beta, A_log, dt_bias, lower_bound, slots,
             jax.ShapeDtypeStruct((R, HV, K), FLOAT),
         ]
     body = functools.partial(
-        _window_body, W=W, groups=HV // H, lower_bound=lower_bound, has_rate=A_log is not None, layers_rows=R,
+        _window_body, W=W, groups=HV // H, lower_bound=lower_bound, has_rate=A_log is not None,
         fold=pending is not None,
     )  # fmt: skip
-    return _call(body, (R, HV), inputs, outputs, interpret, "kda_prepare_window")
+    grid = (R, HV) if pending is None else (R, HV, 2)
+    return _call(body, grid, inputs, outputs, interpret, "kda_prepare_window")
 
 
 def prepare_commit(key, raw_gate, A_log, dt_bias, lower_bound, lengths, *, interpret):
