@@ -1,7 +1,17 @@
-"""Mosaic GPU route (Hopper and newer, jax >= 0.11): arrays in, arrays out, see each module."""
+"""Mosaic GPU route (Hopper, jax >= 0.11): arrays in, arrays out, see each module. ``supports`` says which sizes run.
 
-from pallas_kernels.mosaic.commit import commit
-from pallas_kernels.mosaic.decode import decode
-from pallas_kernels.mosaic.window import verify, verify_after_commit
+On an older jax only ``supports`` is here, and names the version.
+"""
 
-__all__ = ["commit", "decode", "verify", "verify_after_commit"]
+import jax
+
+from pallas_kernels.mosaic.support import supports
+
+__all__ = ["supports"]
+
+if jax.__version_info__ >= (0, 11):
+    from pallas_kernels.mosaic.commit import commit
+    from pallas_kernels.mosaic.decode import decode
+    from pallas_kernels.mosaic.window import verify, verify_after_commit
+
+    __all__ += ["commit", "decode", "verify", "verify_after_commit"]
