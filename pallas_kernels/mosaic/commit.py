@@ -27,7 +27,7 @@ def commit(
     boundary_length, *, interpret=False,
 ):  # fmt: skip
     """The next pool [L,N,HV,V,K]; the last two plan fields are None when no boundary can be written."""
-    L, N, HV, V, K = pool.shape
+    L, _N, HV, V, K = pool.shape
     R, W = key.shape[1], key.shape[3]
     P = padded_window(W)
     both = boundary_slot is not None
@@ -73,6 +73,7 @@ def commit(
             final = update(0, commit_length[r], ks, s)
             plgpu.barrier_wait(bar)
             if both:
+
                 @pl.when(boundary_slot[r] > 0)
                 def _():
                     update(1, boundary_length[r], ks2, s2)()

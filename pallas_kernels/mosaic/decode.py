@@ -53,14 +53,18 @@ def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots
             plgpu.barrier_wait(bar)
             seen = read = None  # summed over the row once, after all chunks
             for chunk in chunks:
-                state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * across(vectors[2], chunk)
+                state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * across(
+                    vectors[2], chunk
+                )
                 one, two = state * across(vectors[0], chunk), state * across(vectors[1], chunk)
                 seen, read = (one, two) if seen is None else (seen + one, read + two)
             seen, read = seen.sum(1), read.sum(1)
             correction = beta * (value - seen)
             put = jax.lax.broadcast_in_dim(correction, (ROWS, width), (0,))
             for chunk in chunks:
-                state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * across(vectors[2], chunk)
+                state = plgpu.load(s.at[:, pl.ds(*chunk)], layout=LAYOUT.WGMMA).astype(FLOAT) * across(
+                    vectors[2], chunk
+                )
                 s[:, pl.ds(*chunk)] = (state + put * across(vectors[0], chunk)).astype(pool.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(s, tile_ref)

@@ -120,9 +120,11 @@ def _window(refs, r, hv, W, groups, lower_bound, has_rate):
         if groups == 1:
             key_out[r, hk, t] = key
         else:
+
             @pl.when(hv % groups == 0)
             def _():
                 key_out[r, hk, t] = key  # noqa: B023
+
         q.append(normalized(jnp.where(inside, q_ref[r, t, hk], 0), K**-0.5))
         k.append(normalized(key))
         a.append(jnp.where(inside, decay(raw, bias, rate, lower_bound), 1.0))

@@ -79,7 +79,10 @@ def _launch(v, X, C, pool, slots, lengths, pending, *, interpret):
                     s[:, chunk] = rounded
                     state = rounded.astype(FLOAT)
                 terms = split(state) if pool.dtype != jnp.bfloat16 else [state.astype(jnp.bfloat16)]
-                products = [(terms[0], xs.at[pl.ds(0, 2 * P), chunk], True), (terms[0], xs.at[pl.ds(2 * P, 2 * P), chunk], True)]
+                products = [
+                    (terms[0], xs.at[pl.ds(0, 2 * P), chunk], True),
+                    (terms[0], xs.at[pl.ds(2 * P, 2 * P), chunk], True),
+                ]
                 products += [(term, xs.at[pl.ds(0, 2 * P), chunk], True) for term in terms[1:]]
                 acc = accumulate(acc, products, interpret)
             if fold:

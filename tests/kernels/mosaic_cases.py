@@ -127,7 +127,10 @@ class Report(dict):
 
 
 def untouched(before, after, written):
-    before, after = (np.asarray(jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype == jnp.bfloat16 else jnp.uint32)) for x in (before, after))
+    before, after = (
+        np.asarray(jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype == jnp.bfloat16 else jnp.uint32))
+        for x in (before, after)
+    )
     for slot in range(before.shape[0]):
         if slot not in written:
             assert (before[slot] == after[slot]).all(), f"slot {slot} changed"
@@ -166,7 +169,8 @@ def compare_window(case, x, states, slots, lengths, o, u, key, raw):
             expected_o[r, t], expected_u[r, :, t] = os[t], us[t]
             expected_k[r, :, t], expected_g[r, :, t] = x["k"][r, t], x["raw_gate"][r, t]
     got_o, got_u = np.asarray(o.astype(jnp.float32)), np.asarray(u)
-    assert (got_o[expected_o == 0] == 0).all() and (got_u[expected_u == 0] == 0).all()
+    assert (got_o[expected_o == 0] == 0).all()
+    assert (got_u[expected_u == 0] == 0).all()
     assert (np.asarray(key.astype(jnp.float32)) == expected_k).all()
     assert (np.asarray(raw.astype(jnp.float32)) == expected_g).all()
     return Report(o=rms(got_o, expected_o), u=rms(got_u, expected_u))
@@ -187,7 +191,7 @@ def _records(case, x, slots, lengths, states):
 def check_commit(module, case: Case, layers=2, boundaries=False, **options):
     report = Report()
     slots, lengths = layout(case)
-    n = np.array([max(int(length) - (r % 2), 0) if s else 0 for r, (s, length) in enumerate(zip(slots, lengths))])
+    n = np.array([max(int(length) - (r % 2), 0) if s else 0 for r, (s, length) in enumerate(zip(slots, lengths, strict=False))])
     final = np.where(n > 0, slots if not boundaries else slots + case.R, 0)
     boundary_n = np.where(n > 2, 2, 0)
     boundary = np.where(boundary_n > 0, slots, 0)
@@ -242,7 +246,9 @@ def check_fold(module, case: Case, **options):
     final = np.where(n > 0, moved, 0)
     slots = np.where(slots > 0, np.where(n > 0, final, slots), 0)
     live = {int(s) for s in source if s} | {int(s) for r, s in enumerate(slots) if s and not n[r]}
-    u, key, raw = _records(case, previous, everywhere, np.full(case.R, case.W), {r: pool[s] for r, s in enumerate(everywhere)})
+    u, key, raw = _records(
+        case, previous, everywhere, np.full(case.R, case.W), {r: pool[s] for r, s in enumerate(everywhere)}
+    )
     for r in range(case.R):
         for part in (u, key, raw):
             part[r, :, int(n[r]) :] = np.nan
