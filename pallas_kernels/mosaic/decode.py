@@ -1,4 +1,4 @@
-"""One token a row, on the pool in place: one program a (row, value head, 64 value rows), plain fp32, nothing prepared."""
+"""One token a row, on the pool in place: one program a (row, value head, 64 value rows), plain fp32."""
 
 import jax
 import jax.numpy as jnp

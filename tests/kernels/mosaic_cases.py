@@ -191,7 +191,9 @@ def _records(case, x, slots, lengths, states):
 def check_commit(module, case: Case, layers=2, boundaries=False, **options):
     report = Report()
     slots, lengths = layout(case)
-    n = np.array([max(int(length) - (r % 2), 0) if s else 0 for r, (s, length) in enumerate(zip(slots, lengths, strict=False))])
+    n = np.array(
+        [max(int(length) - (r % 2), 0) if s else 0 for r, (s, length) in enumerate(zip(slots, lengths, strict=False))]
+    )
     final = np.where(n > 0, slots if not boundaries else slots + case.R, 0)
     boundary_n = np.where(n > 2, 2, 0)
     boundary = np.where(boundary_n > 0, slots, 0)
