@@ -198,7 +198,7 @@ def array_bytes(tree) -> int:
 def test_bytes_are_those_of_the_arrays(name):
     """What one call reads and writes, counted from the arrays themselves."""
     shape = SMALL
-    maker = operations._Maker(shape, "bfloat16", 0)
+    maker = operations.Maker(shape, "bfloat16", 0)
     case = operations._CASES[name](maker, None)
     inputs = array_bytes(case.inputs) // operations.INPUT_SETS
     state = shape.B * shape.HV * shape.V * shape.K * 4
@@ -221,7 +221,7 @@ def test_bytes_are_those_of_the_arrays(name):
 @pytest.mark.parametrize("name", ["decode", "verify_native", "commit"])
 def test_the_loop_walks_over_the_whole_pool(name):
     """Every slot but the null slot is written by enough steps, none twice before that."""
-    case = operations._CASES[name](operations._Maker(SMALL, "float32", 16 * 2 * 4 * 60 * 4), None)
+    case = operations._CASES[name](operations.Maker(SMALL, "float32", 16 * 2 * 4 * 60 * 4), None)
     carry = jax.tree.map(jnp.copy, case.carry)
     before = np.asarray(jax.tree.leaves(carry)[-1])
     width = SMALL.W if name == "verify_native" else 1

@@ -1,5 +1,6 @@
 """``kda-jax bench``: what this machine does. ``generate`` times whole calls, ``speculative`` compares ways of
-speculating, ``ops`` times single operations, ``metadata`` the host side of a step."""
+speculating, ``ops`` times single operations, ``kernels`` the Pallas kernels beside XLA, ``metadata`` the host side of a
+step."""
 
 import argparse
 import json
@@ -10,7 +11,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give ``parser`` the arguments that ``run`` reads."""
-    from kda_jax.bench import metadata, operations, speculative
+    from kda_jax.bench import kernels, metadata, operations, speculative
 
     parts = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     text = "tokens/s and acceptance length of greedy decoding, one prompt at a time"
@@ -46,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     metadata.add_arguments(host)
     host.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
+    text = "the kernels on a slot pool beside XLA: time, bytes and bandwidth floor"
+    pools = parts.add_parser("kernels", help=text, description=text[0].upper() + text[1:] + ".")
+    kernels.add_arguments(pools)
+    pools.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+
     text = "time, bytes and bandwidth floor of the operations"
     ops = parts.add_parser("ops", help=text, description=text[0].upper() + text[1:] + ".")
     ops.add_argument(
@@ -68,9 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print. Raises ``ValueError`` for arguments that make no sense."""
-    from kda_jax.bench import generation, metadata, operations, speculative
+    from kda_jax.bench import generation, kernels, metadata, operations, speculative
 
     parts = {"generate": generation, "speculative": speculative, "ops": operations, "metadata": metadata}
+    parts["kernels"] = kernels
     part = parts[args.what]
     report = part.measure(args)
     if args.json:

@@ -99,7 +99,7 @@ def _sizes(s: Shape, item: int) -> _Sizes:
     )
 
 
-class _Maker:
+class Maker:
     """Random inputs and pools of one shape."""
 
     def __init__(self, shape: Shape, dtype: str, pool_bytes: int):
@@ -132,7 +132,7 @@ class _Maker:
         return 2 * self.shape.H * self.shape.K + self.shape.HV * self.shape.V
 
 
-def _decode(m: _Maker, implementation) -> Case:
+def _decode(m: Maker, implementation) -> Case:
     def call(x, carry, slots):
         return ops.kda_decode(*x, m.gate, carry[1], slots, implementation=implementation)
 
@@ -141,7 +141,7 @@ def _decode(m: _Maker, implementation) -> Case:
     return Case(call, m.tokens(s.B), carry, 2 * z.state + z.tokens + z.output, m.slots)
 
 
-def _verify(m: _Maker, implementation) -> Case:
+def _verify(m: Maker, implementation) -> Case:
     s, z = m.shape, m.sizes
     full = jnp.full((s.B,), s.W, jnp.int32)
 
@@ -157,7 +157,7 @@ def _verify(m: _Maker, implementation) -> Case:
     return Case(call, m.tokens(s.B, s.W), carry, z.state + s.W * (z.tokens + z.output + z.record), m.slots)
 
 
-def _verify_native(m: _Maker, implementation) -> Case:
+def _verify_native(m: Maker, implementation) -> Case:
     s, z = m.shape, m.sizes
     full = jnp.full((s.B,), s.W, jnp.int32)
     m.groups = max(m.groups // s.W, 2) * s.W  # every request has a slot for each token of the window
@@ -171,7 +171,7 @@ def _verify_native(m: _Maker, implementation) -> Case:
     return Case(call, m.tokens(s.B, s.W), carry, (1 + s.W) * z.state + s.W * (z.tokens + z.output), m.slots)
 
 
-def _commit(m: _Maker, implementation) -> Case:
+def _commit(m: Maker, implementation) -> Case:
     s, z = m.shape, m.sizes
     full = jnp.full((s.B,), s.W, jnp.int32)
 
@@ -185,7 +185,7 @@ def _commit(m: _Maker, implementation) -> Case:
     return Case(call, records, m.pool(), 2 * z.state + s.W * z.record, m.slots)
 
 
-def _chunked(m: _Maker, implementation) -> Case:
+def _chunked(m: Maker, implementation) -> Case:
     s, z = m.shape, m.sizes
     q, k, v, raw_gate, raw_beta = m.tokens(s.B, s.T)
 
@@ -206,7 +206,7 @@ def _chunked(m: _Maker, implementation) -> Case:
     return Case(call, inputs, carry, 2 * z.state + read + s.T * z.output, m.slots)
 
 
-def _conv_prefill(m: _Maker, implementation) -> Case:
+def _conv_prefill(m: Maker, implementation) -> Case:
     s, weight = m.shape, m.normal(m.channels, CONV_WIDTH)[0]
 
     def call(x, carry, slots):
@@ -217,11 +217,11 @@ def _conv_prefill(m: _Maker, implementation) -> Case:
     return Case(call, m.normal(s.B, s.T, m.channels), carry, moved, m.slots)
 
 
-def _conv_pool(m: _Maker) -> jax.Array:
+def _conv_pool(m: Maker) -> jax.Array:
     return jnp.zeros((1 + m.groups * m.shape.B, CONV_WIDTH - 1, m.channels), m.dtype)
 
 
-def _conv_step(m: _Maker, implementation) -> Case:
+def _conv_step(m: Maker, implementation) -> Case:
     s, weight = m.shape, m.normal(m.channels, CONV_WIDTH)[0]
     full = jnp.full((s.B,), s.W, jnp.int32)
 
@@ -233,7 +233,7 @@ def _conv_step(m: _Maker, implementation) -> Case:
     return Case(call, m.normal(s.B, s.W, m.channels), carry, moved, m.slots)
 
 
-def _conv_commit(m: _Maker, implementation) -> Case:
+def _conv_commit(m: Maker, implementation) -> Case:
     """All tokens of the window accepted: the last of them replace the history."""
     s = m.shape
     full = jnp.full((s.B,), s.W, jnp.int32)
@@ -267,7 +267,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for shape in shapes:
         for name in args.ops:
-            case = _CASES[name](_Maker(shape, args.dtype, args.pool_mib << 20), args.implementation)
+            case = _CASES[name](Maker(shape, args.dtype, args.pool_mib << 20), args.implementation)
             seconds = time_case(case, args.repeats)
             floor = case.moved / bandwidth
             rows.append(

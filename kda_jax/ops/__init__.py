@@ -4,6 +4,7 @@ from kda_jax.ops.chunked import kda_chunked
 from kda_jax.ops.commit import kda_commit
 from kda_jax.ops.conv import conv_commit, conv_prefill, conv_step
 from kda_jax.ops.decode import kda_decode
+from kda_jax.ops.fold import conv_step_after_commit, kda_verify_after_commit
 from kda_jax.ops.gate import GateParams, kda_gate, l2_normalize
 from kda_jax.ops.plan import AlignRows, CommitPlan, plan_commit
 from kda_jax.ops.recurrent import kda_recurrent
@@ -18,6 +19,7 @@ __all__ = [
     "conv_commit",
     "conv_prefill",
     "conv_step",
+    "conv_step_after_commit",
     "gather_path",
     "kda_chunked",
     "kda_commit",
@@ -25,6 +27,7 @@ __all__ = [
     "kda_gate",
     "kda_recurrent",
     "kda_verify",
+    "kda_verify_after_commit",
     "kda_verify_native",
     "l2_normalize",
     "plan_commit",

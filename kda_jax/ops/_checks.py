@@ -50,12 +50,21 @@ def check_fp32(name: str, array) -> None:
         raise ValueError(f"{name} must be float32, got {array.dtype}")
 
 
-def choose(operation: str, implementation: str | None, available: tuple[str, ...] = ("xla",)) -> str:
-    """The implementation to run: ``None`` is the best that runs here. Raises ``ValueError`` where it can't be had."""
+# Operations that have Pallas kernels beside their XLA forms.
+KERNELS = (
+    "kda_decode",
+    "kda_verify",
+    "kda_commit",
+    "kda_verify_after_commit",
+    "conv_step",
+    "conv_commit",
+    "conv_step_after_commit",
+)
+
+
+def choose(operation: str, implementation: str | None) -> None:
+    """``ValueError`` unless ``operation`` has such an ``implementation``. ``_kernels.find_kernel`` says what runs."""
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be None, 'xla' or 'pallas', got {implementation!r}")
-    if implementation is None:
-        return "xla"
-    if implementation not in available:
+    if implementation == "pallas" and operation not in KERNELS:
         raise ValueError(f"implementation={implementation!r}: {operation} has no such kernel; use None or 'xla'")
-    return implementation

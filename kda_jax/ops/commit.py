@@ -6,8 +6,9 @@ import jax.numpy as jnp
 
 from kda_jax.ops._checks import Dims, check_fp32, choose
 from kda_jax.ops._couplings import HIGHEST
+from kda_jax.ops._kernels import check_gate_params, find_kernel, gate_arguments
 from kda_jax.ops.gate import GateParams, apply_gate, l2_normalize
-from kda_jax.ops.plan import CommitPlan, check_plan, write_committed
+from kda_jax.ops.plan import CommitPlan, check_plan, plan_arguments, write_committed
 from kda_jax.ops.recurrent import repeat_heads
 from kda_jax.ops.verify import Records
 
@@ -22,7 +23,8 @@ def kda_commit(state_pool, records: Records, gate: GateParams, plan: CommitPlan,
       state_pool: [N, HV, V, K] or [L, N, HV, V, K]; donate it to update it in place.
       records: from ``kda_verify``, with the pool's leading layer axis if it has one.
       gate: ``GateParams``, likewise ([L, HV], [L, HV, K]).
-      plan: ``CommitPlan``; rows with ``commit_length`` 0 write nothing.
+      plan: ``CommitPlan``; rows with ``commit_length`` 0 write nothing. No row may read or write a slot that another
+        row writes: kernels finish one row after another.
 
     Returns:
       The next pool. Pure: applied twice, it commits twice.
@@ -40,12 +42,17 @@ def kda_commit(state_pool, records: Records, gate: GateParams, plan: CommitPlan,
     dims.check("records.key", records.key, lead + "R H W K")
     dims.check_groups("records.key")
     dims.check("records.raw_gate", records.raw_gate, lead + "R HV W K")
-    dims.check("gate.dt_bias", gate.dt_bias, lead + "HV K")
-    if gate.A_log is not None:
-        dims.check("gate.A_log", gate.A_log, lead + "HV")
+    check_gate_params(dims, gate, lead)
     check_plan(dims, plan)
     if not layered:
         state_pool, records, gate = jax.tree.map(lambda x: x[None], (state_pool, records, gate))
+    sizes = {name: dims[name] for name in ("K", "V", "W")}
+    dtypes = {"dtype": records.key.dtype, "state_dtype": state_pool.dtype}
+    kernel = find_kernel("kda_commit", implementation, **sizes, **dtypes)
+    if kernel is not None:
+        arrays = state_pool, records.correction, records.key, records.raw_gate
+        next_pool = kernel(*arrays, *gate_arguments(gate), *plan_arguments(plan))
+        return next_pool if layered else next_pool[0]
 
     def keys_and_decay(records, gate):
         gates = jnp.swapaxes(apply_gate(jnp.swapaxes(records.raw_gate, 1, 2), gate), 1, 2)

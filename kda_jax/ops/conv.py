@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax.ops._checks import Dims, choose
+from kda_jax.ops._kernels import find_kernel
 from kda_jax.ops._slots import read_slots
-from kda_jax.ops.plan import CommitPlan, check_plan, write_committed
+from kda_jax.ops.plan import CommitPlan, check_plan, plan_arguments, write_committed
 from kda_jax.ops.tree import gather_taps, tree_implementation
 
 
@@ -41,6 +42,12 @@ def _next_history(history, x, length):
 
 def _mask(x, lengths):
     return x if lengths is None else jnp.where((jnp.arange(x.shape[1])[None] < lengths[:, None])[..., None], x, 0)
+
+
+def conv_case(x, width, history_pool):
+    """Sizes and dtypes by which a kernel is chosen."""
+    sizes = {"K": x.shape[-1], "V": width, "W": x.shape[-2]}
+    return sizes | {"dtype": x.dtype, "state_dtype": history_pool.dtype}
 
 
 def conv_prefill(x, weight, *, history=None, lengths=None, implementation=None):
@@ -91,7 +98,8 @@ def conv_step(x, weight, history_pool, slots, lengths, *, parents=None, implemen
     Raises:
       ValueError: a shape or dtype that does not fit, naming the argument; ``parents`` for a kernel.
     """
-    choose("conv_step", tree_implementation("conv_step", implementation, parents))
+    implementation = tree_implementation("conv_step", implementation, parents)
+    choose("conv_step", implementation)
     dims = Dims()
     dims.check("x", x, "R W C")
     dims.check("weight", weight, "C Wc")
@@ -100,6 +108,9 @@ def conv_step(x, weight, history_pool, slots, lengths, *, parents=None, implemen
     dims.check("lengths", lengths, "R", kind="int")
     if parents is not None:
         dims.check("parents", parents, "R W", kind="int")
+    kernel = find_kernel("conv_step", implementation, **conv_case(x, weight.shape[1], history_pool))
+    if kernel is not None:
+        return kernel(x, weight, history_pool, slots, lengths)
     lengths = jnp.where(slots > 0, lengths, 0)
     history = read_slots(history_pool[None], slots)[0]
     return _mask(_convolve(history, _mask(x, lengths), weight, _silu_quotient, parents), lengths)
@@ -128,6 +139,10 @@ def conv_commit(history_pool, x, plan: CommitPlan, *, implementation=None):
     check_plan(dims, plan)
     if not layered:
         history_pool, x = history_pool[None], x[None]
+    kernel = find_kernel("conv_commit", implementation, **conv_case(x, history_pool.shape[2] + 1, history_pool))
+    if kernel is not None:
+        next_pool = kernel(history_pool, x, *plan_arguments(plan))
+        return next_pool if layered else next_pool[0]
 
     def advance(source, length):
         return jax.vmap(_next_history, in_axes=(0, 0, None))(source, x, jnp.clip(length, 0, dims["W"]))

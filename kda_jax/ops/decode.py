@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from kda_jax.ops._checks import Dims, choose
+from kda_jax.ops._kernels import check_gate_params, find_kernel, gate_arguments
 from kda_jax.ops._slots import read_slots, write_slots
 from kda_jax.ops.gate import GateParams, apply_gate, l2_normalize
 from kda_jax.ops.recurrent import recurrent_step, repeat_heads
@@ -37,7 +38,12 @@ def kda_decode(q, k, v, raw_gate, raw_beta, gate: GateParams, state_pool, slots,
     dims.check("raw_beta", raw_beta, "R HV")
     dims.check("state_pool", state_pool, "N HV V K")
     dims.check("slots", slots, "R", kind="int")
+    check_gate_params(dims, gate)
     HV, K = dims["HV"], dims["K"]
+    case = {"K": K, "V": dims["V"], "W": 1, "dtype": v.dtype, "state_dtype": state_pool.dtype}
+    kernel = find_kernel("kda_decode", implementation, **case)
+    if kernel is not None:
+        return kernel(q, k, v, raw_gate, raw_beta, *gate_arguments(gate), state_pool, slots)
     live = slots > 0
     state, output, _ = recurrent_step(
         read_slots(state_pool[None], slots)[0].astype(jnp.float32),

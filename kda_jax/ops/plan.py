@@ -103,6 +103,12 @@ def check_plan(dims: Dims, plan: CommitPlan) -> None:
         dims.check(f"plan.{name}", getattr(plan, name), "R", kind="int")
 
 
+def plan_arguments(plan: CommitPlan) -> list:
+    """The plan as kernels take it; the two fields of the boundary are left out where none is written."""
+    fields = [plan.commit_length, plan.source_slot, plan.final_slot]
+    return [*fields, plan.boundary_slot, plan.boundary_length] if plan.writes_boundaries else fields
+
+
 def write_committed(pool, plan: CommitPlan, advance):
     """Write each row's final and boundary state into ``pool`` [L, N, ...]; returns the next pool.
 

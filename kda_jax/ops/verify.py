@@ -10,6 +10,7 @@ from einops import rearrange
 
 from kda_jax.ops._checks import Dims, choose
 from kda_jax.ops._couplings import HIGHEST, block_couplings, next_power_of_two
+from kda_jax.ops._kernels import check_gate_params, find_kernel, gate_arguments
 from kda_jax.ops._slots import read_slots, write_slots
 from kda_jax.ops.gate import GateParams, apply_gate, l2_normalize
 from kda_jax.ops.recurrent import recurrent_step, repeat_heads
@@ -68,13 +69,20 @@ def kda_verify(
     Raises:
       ValueError: a shape or dtype that does not fit, naming the argument; ``parents`` for a kernel.
     """
-    choose("kda_verify", tree_implementation("kda_verify", implementation, parents))
+    implementation = tree_implementation("kda_verify", implementation, parents)
+    choose("kda_verify", implementation)
     dims = check_window_inputs(q, k, v, raw_gate, raw_beta, state_pool)
     dims.check("slots", slots, "R", kind="int")
     dims.check("lengths", lengths, "R", kind="int")
     if parents is not None:
         dims.check("parents", parents, "R W", kind="int")
+    check_gate_params(dims, gate)
     W, HV, K = dims["W"], dims["HV"], dims["K"]
+    case = {"K": K, "V": dims["V"], "W": W, "dtype": v.dtype, "state_dtype": state_pool.dtype}
+    kernel = find_kernel("kda_verify", implementation, **case)
+    if kernel is not None:
+        o, *records = kernel(q, k, v, raw_gate, raw_beta, *gate_arguments(gate), state_pool, slots, lengths)
+        return o, Records(*records)
     valid = (jnp.arange(W)[None] < lengths[:, None]) & (slots > 0)[:, None]
     state = read_slots(state_pool[None], slots)[0].astype(jnp.float32)
 

@@ -24,10 +24,20 @@ def jitted(name, **static):
     return compiled(functools.partial(getattr(ops, name), **static))
 
 
-def plan_of(plan):
+def calls(*operations):
+    """Mark a test as calling these operations with its `implementation`, not those of its module."""
+
+    def mark(test):
+        test.operations = operations
+        return test
+
+    return mark
+
+
+def plan_of(plan, **static):
     """The op's plan from any object that has the five fields (int32 arrays)."""
     names = ("commit_length", "source_slot", "final_slot", "boundary_slot", "boundary_length")
-    return ops.CommitPlan(**{name: np.asarray(getattr(plan, name), np.int32) for name in names})
+    return ops.CommitPlan(**{name: np.asarray(getattr(plan, name), np.int32) for name in names}, **static)
 
 
 def records_of(records):

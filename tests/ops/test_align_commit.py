@@ -10,7 +10,7 @@ from tests.ops.harness import assert_pool, jitted, records_of
 from tests.ops.inputs import DIMS, F32, gate, rng, states, tokens
 from tests.tolerances import tolerance
 
-OPS = ("plan_commit", "kda_commit", "conv_commit")
+OPS = ("kda_commit", "conv_commit")
 BLOCK, W, WIDTH = 6, 4, 4
 # position in the block, accepted count from none to more than there is, whether the next column is allocated
 CASES = list(itertools.product(range(BLOCK), range(W + 3), (True, False)))
@@ -48,7 +48,7 @@ def test_states_at_every_place(implementation):
     pool = states(3, table.max() + 1, nan_slots=(0, *np.setdiff1d(table, slots)))  # whatever is not read is NaN
     records = oracle.verify(*x, g, pool, slots, lengths)[1]
     align = ops.AlignRows(owned, computed, BLOCK)
-    plan = jitted("plan_commit", implementation=implementation)(accepted, lengths, slots, align=align)
+    plan = jitted("plan_commit")(accepted, lengths, slots, align=align)
     found = jitted("kda_commit", implementation=implementation)(pool, records_of(records), g.params(ops), plan)
 
     def step(row, n):
@@ -68,7 +68,7 @@ def test_histories_at_every_place(implementation):
     x = r.normal(size=(len(CASES), W, 7)).astype(np.float32)
     lengths = np.full(len(CASES), W, np.int32)
     align = ops.AlignRows(owned, computed, BLOCK)
-    plan = jitted("plan_commit", implementation=implementation)(accepted, lengths, slots, align=align)
+    plan = jitted("plan_commit")(accepted, lengths, slots, align=align)
     found = jitted("conv_commit", implementation=implementation)(pool, x, plan)
 
     def step(row, n):

@@ -6,11 +6,12 @@ import pytest
 
 from kda_jax import ops
 from tests import oracle
-from tests.ops.harness import assert_pool, assert_same_bits, assert_zero_past, compiled, jitted, plan_of
+from tests.ops.harness import assert_pool, assert_same_bits, assert_zero_past, calls, compiled, jitted, plan_of
 from tests.ops.inputs import BF16, F32, nan_past, pool, rng
 from tests.tolerances import assert_close, tolerance
 
-OPS = ("conv_prefill", "conv_step", "conv_commit")
+OPS = ("conv_step", "conv_commit")
+PREFILL_ONLY = calls("conv_prefill")
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 C = 10
 
@@ -28,6 +29,7 @@ def check(out, ref, dtype):
     assert_same_bits(history, history_ref.astype(dtype), "history")
 
 
+@PREFILL_ONLY
 @DTYPES
 @pytest.mark.parametrize("T", [1, 2, 3, 17])
 def test_prefill(implementation, T, dtype):
@@ -37,6 +39,7 @@ def test_prefill(implementation, T, dtype):
     check(run(x, weight, history=history), oracle.conv_prefill(x, weight, history), dtype)
 
 
+@PREFILL_ONLY
 @pytest.mark.parametrize("taps", [2, 3, 5])
 def test_other_widths(implementation, taps):
     x, weight, history = draw(2, 2, 6, taps)
@@ -44,6 +47,7 @@ def test_other_widths(implementation, taps):
     check(out, oracle.conv_prefill(x, weight, history), F32)
 
 
+@PREFILL_ONLY
 @DTYPES
 def test_lengths_with_nan_in_the_padding(implementation, dtype):
     lengths = np.array([0, 1, 2, 3, 7, 9], np.int32)
@@ -56,6 +60,7 @@ def test_lengths_with_nan_in_the_padding(implementation, dtype):
         assert_zero_past(y, lengths, "y")
 
 
+@PREFILL_ONLY
 def test_gradients_stop_at_lengths(implementation):
     lengths = np.array([0, 2, 5], np.int32)
     x, weight, history = draw(4, 3, 5)
@@ -113,7 +118,7 @@ def test_step_and_commit_continue_a_prefill(implementation):
     """Prefill 6 rows, then windows of 4 of which n stand: the same as one prefill of the rows that stood."""
     W, accepted = 4, [3, 1, 4, 2]
     x, weight, _ = draw(7, 1, 6 + sum(accepted))
-    prefill = jitted("conv_prefill", implementation=implementation)
+    prefill = jitted("conv_prefill")
     whole, _ = prefill(x, weight)
     _, history = prefill(x[:, :6], weight)
     history_pool = np.full((3, 3, C), np.nan, F32)

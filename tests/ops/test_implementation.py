@@ -19,6 +19,7 @@ def arguments(op):
     x, one = tokens(1, 2, 3, g=g), tokens(1, 2, 1, g=g)
     pool, plan = states(1, 4), plan_of(oracle.plan_commit(I, I, I))
     records = records_of(oracle.verify(*x, g, pool, I, I)[1])
+    foldable = plan_of(oracle.plan_commit(I, I, I), writes_boundaries=False)
     rows, weight = rng(1).normal(size=(2, 3, 6)).astype(F32), rng(2).normal(size=(6, 4)).astype(F32)
     history_pool = np.zeros((4, 3, 6), F32)
     s = sequence(1, 3)
@@ -31,6 +32,8 @@ def arguments(op):
         "kda_verify": lambda: (*x, params, pool, I, I),
         "kda_verify_native": lambda: (*x, params, pool, I, np.zeros((2, 3), np.int32), I),
         "kda_commit": lambda: (pool, records, params, plan),
+        "kda_verify_after_commit": lambda: (*x, params, pool, I, I, records, foldable),
+        "conv_step_after_commit": lambda: (rows, weight, history_pool, I, I, rows, foldable),
         "plan_commit": lambda: (I, I, I),
         "conv_prefill": lambda: (rows, weight),
         "conv_step": lambda: (rows, weight, history_pool, I, I),
