@@ -143,6 +143,7 @@ class MetadataBuilder:
           ValueError: a row that breaks a rule, naming the request and the numbers; a block or page that the step needs
             and that is not allocated, or that it would write and somebody else holds too, naming request and column.
         """
+        named = rows.request_ids
         rows, ids = self._checked(rows)
         spec, decode, prefill = self._classify(rows, ids)
         self._check_memory(rows, ids, spec)
@@ -150,7 +151,7 @@ class MetadataBuilder:
         width = int(max([1, *rows.query_lengths[prefill]])) if len(prefill) else 1
         tokens = max(width, self.base.window if len(spec) else 1, self.base.smallest.tokens)
         source, target = self._slots(rows)
-        fold, must_fold = self._fold(ids, spec, pending)
+        fold, must_fold = self._fold(ids, spec, pending, named)
         may_cross = False
         if self.base.mode == "align" and len(spec):
             c, block = rows.num_computed[spec], self.base.block_size
@@ -302,9 +303,13 @@ class MetadataBuilder:
             source = target = rows.slots
         return np.where((q > 0) & (c > 0), source, 0), np.where(q > 0, target, 0)
 
-    def _fold(self, ids, spec, pending) -> tuple[Fold | None, bool]:
+    def _fold(self, ids, spec, pending, named) -> tuple[Fold | None, bool]:
         if pending is None or all(name is None for name in pending):
             return None, False
+        if named is None:
+            raise ValueError("request_ids must be given with pending: it names requests, not rows")
+        if self.base.window is None or not self.base.recover:
+            return None, True
         place = {name: i for i, name in enumerate(pending) if name is not None}
         wanted = [place.pop(ids[row], len(pending)) for row in spec]
         if place:
