@@ -23,8 +23,8 @@ from pallas_kernels.mosaic.preparation import padded_window, prepare_commit
 
 
 def commit(
-    pool, correction, key, raw_gate, A_log, dt_bias, lower_bound, commit_length, source_slot, final_slot, boundary_slot,
-    boundary_length, *, interpret=False,
+    pool, correction, key, raw_gate, A_log, dt_bias, lower_bound, commit_length, source_slot, final_slot,
+    boundary_slot=None, boundary_length=None, *, interpret=False,
 ):  # fmt: skip
     """The next pool [L,N,HV,V,K]; the last two plan fields are None when no boundary can be written."""
     L, _N, HV, V, K = pool.shape

@@ -6,9 +6,8 @@ With ``a_t = exp(g_t)`` and ``P_t = a_0 .. a_t`` the delta rule of a window solv
     o_t = S_0 (P_t q_t) + sum_{i<=t} Q_ti u_i,               Q_ti likewise with q_t
 
 so ``[u; o] = C v + X S_0^T`` with ``C`` [2W, W] and ``X`` [2W, K] independent of state and values. Decays are products
-of
-factors <= 1 over exactly their own rows: nothing overflows, nothing cancels. Numbers that meet the state are split into
-two bf16 terms here.
+of factors <= 1 over exactly their own rows: nothing overflows, nothing cancels. Numbers that meet the state are split
+into two bf16 terms here.
 """
 
 import functools

@@ -140,7 +140,7 @@ def _pad(x, axis, P):
 
 
 def verify(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots, lengths, *, interpret=False):
-    """Outputs [R,W,HV,V] and records (correction [R,HV,W,V] fp32, key [R,H,W,K], raw gate [R,HV,W,K])."""
+    """Outputs [R,W,HV,V], correction [R,HV,W,V] fp32, key [R,H,W,K], raw gate [R,HV,W,K]; the pool is only read."""
     W = q.shape[1]
     P = padded_window(W)
     slots, lengths = slots.astype(jnp.int32), lengths.astype(jnp.int32)
