@@ -1,5 +1,6 @@
 """What the launches share: block sizes and warps, indices, masked loads and stores."""
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -48,41 +49,76 @@ def block_rows(kernel: str, size: int) -> int:
     return max(16, min(BLOCKS[kernel].rows, power_of_two(size)))
 
 
-def along(axis: int, size: int, start=0):
-    """Indices ``start ..`` as a column (axis 0) or a row (axis 1)."""
-    shape = (size, 1) if axis == 0 else (1, size)
-    return start + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Indices (or a mask) along one axis of a tile: down its rows (axis 0) or across its columns (axis 1).
+
+    Held in one dimension. A load along one axis is one-dimensional too: its layout then follows that of the tile it
+    meets, where a load of a [1, n] tile would impose its own on everything.
+    """
+
+    axis: int
+    x: jax.Array
+
+    def map(self, f) -> "Line":
+        return Line(self.axis, f(self.x))
+
+    def __lt__(self, limit) -> "Line":
+        return Line(self.axis, self.x < limit)
+
+    def __add__(self, offset) -> "Line":
+        return Line(self.axis, self.x + offset)
+
+    @property
+    def tile(self) -> jax.Array:
+        """As [n, 1] or [1, n]."""
+        return jnp.expand_dims(self.x, 1 - self.axis)
 
 
-def load(ref, at: tuple, *masks):
-    """``ref[at]``, zero where a mask is false: nothing is accessed there. ``None`` among the masks is no mask."""
-    mask = _mask(at, masks)
-    return pltriton.load(ref.at[at], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+def along(axis: int, size: int, start=0) -> Line:
+    """Indices ``start ..``."""
+    return Line(axis, start + jax.lax.broadcasted_iota(jnp.int32, (size,), 0))
 
 
-def store(ref, at: tuple, value, *masks):
-    shape = _shape(at)
-    pltriton.store(ref.at[at], jnp.broadcast_to(value.astype(ref.dtype), shape), mask=_mask(at, masks))
-
-
-def within(index, size: int, tile: int):
-    """``index < size``, or None where a tile of ``tile`` holds exactly ``size``."""
+def within(index: Line, size: int, tile: int) -> Line | None:
+    """``index < size``, or None where tiles of ``tile`` hold exactly ``size``."""
     return None if size % tile == 0 else index < size
 
 
-def _shape(at):
-    return jnp.broadcast_shapes(*(jnp.shape(i) for i in at))
+def load(ref, at: tuple, *masks):
+    """``ref[at]`` as a tile, zero where a mask is false: nothing is accessed there. A mask may be None."""
+    axes = {i.axis for i in at if isinstance(i, Line)}
+    if len(axes) == 1:
+        (axis,) = axes
+        x = _load(ref, [_flat(i) for i in at], [_flat(mask) for mask in masks])
+        return jnp.expand_dims(x, 1 - axis)
+    return _load(ref, [_tile(i) for i in at], [_tile(mask) for mask in masks])
 
 
-def _mask(at, masks):
-    present = [mask for mask in masks if mask is not None]
-    if not present:
-        return None
-    return jnp.broadcast_to(functools.reduce(jnp.logical_and, [_two(mask) for mask in present]), _shape(at))
+def store(ref, at: tuple, value, *masks):
+    """``ref[at] = value`` where the masks are true; ``value`` is a tile."""
+    at = [_tile(i) for i in at]
+    shape = jnp.broadcast_shapes(*(jnp.shape(i) for i in at))
+    mask = _mask(shape, [_tile(mask) for mask in masks])
+    pltriton.store(ref.at[tuple(at)], jnp.broadcast_to(value.astype(ref.dtype), shape), mask=mask)
 
 
-def _two(mask):
-    return mask if jnp.ndim(mask) == 2 else jnp.full((1, 1), mask)
+def _load(ref, at, masks):
+    mask = _mask(jnp.broadcast_shapes(*(jnp.shape(i) for i in at)), masks)
+    return pltriton.load(ref.at[tuple(at)], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+
+
+def _flat(x):
+    return x.x if isinstance(x, Line) else x
+
+
+def _tile(x):
+    return x.tile if isinstance(x, Line) else x
+
+
+def _mask(shape, masks):
+    masks = [jnp.broadcast_to(mask, shape) for mask in masks if mask is not None]
+    return functools.reduce(jnp.logical_and, masks) if masks else None
 
 
 def call(body, *, name, grid, inputs, outputs, warps, interpret, aliases=None):

@@ -1,5 +1,6 @@
 """Commit: accepted records folded into the states of all layers in one launch, on the pool in place."""
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -17,16 +18,15 @@ def commit(
     lengths = [commit_length, boundary_length] if bounded else [commit_length]
     folded = prepare_commit(key, raw_gate, A_log, dt_bias, lower_bound, lengths, interpret=interpret)
     rows = block_rows("commit", V)
-    blocks = pl.cdiv(V, rows)
     inputs = {"pool": pool, "correction": correction, "folded": folded, "commit_length": commit_length}
     inputs |= {"source_slot": source_slot, "final_slot": final_slot}
     inputs |= {"boundary_slot": boundary_slot, "boundary_length": boundary_length}
     (pool,) = named(
-        lambda refs: _body(refs, rows=rows, blocks=blocks),
+        lambda refs: _body(refs, rows=rows, R=R),
         inputs,
         {"next_pool": "pool"},
         name="kda_commit",
-        grid=(R, HV, L * blocks),
+        grid=(pl.cdiv(V, rows), HV, L * R),
         warps=BLOCKS["commit"].warps,
         interpret=interpret,
     )
@@ -45,9 +45,9 @@ def fold_records(state, correction, at, folded, folded_at, length, start, rows):
     return state
 
 
-def _body(refs, *, rows, blocks):
-    r, hv = pl.program_id(0), pl.program_id(1)
-    layer, start = pl.program_id(2) // blocks, pl.program_id(2) % blocks * rows
+def _body(refs, *, rows, R):
+    start, hv = pl.program_id(0) * rows, pl.program_id(1)
+    layer, r = jax.lax.div(pl.program_id(2), R), jax.lax.rem(pl.program_id(2), R)
     V, K = refs.pool.shape[3:]
     columns = key_tile(K)
     value, channel = along(0, rows, start), along(1, columns)

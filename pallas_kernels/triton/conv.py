@@ -45,7 +45,7 @@ def _launch(body, name, shape, inputs, outputs, interpret):
         inputs,
         outputs,
         name=name,
-        grid=(R, pl.cdiv(C, channels), *layers),
+        grid=(pl.cdiv(C, channels), R, *layers),
         warps=BLOCKS["conv"].warps,
         interpret=interpret,
     )
@@ -64,7 +64,7 @@ def _moved(x_ref, x_at, channel, inside, load_history, n, width):
 
 
 def _step_body(refs, channels):
-    r, start = pl.program_id(0), pl.program_id(1) * channels
+    start, r = pl.program_id(0) * channels, pl.program_id(1)
     _, W, C = refs.x.shape
     width = refs.weight.shape[1] - 1
     channel = along(1, channels, start)
@@ -92,7 +92,7 @@ def _step_body(refs, channels):
 
 
 def _commit_body(refs, channels):
-    r, start = pl.program_id(0), pl.program_id(1) * channels
+    start, r = pl.program_id(0) * channels, pl.program_id(1)
     layer = (pl.program_id(2),)
     C, width = refs.pool.shape[-1], refs.pool.shape[-2]
     channel = along(1, channels, start)

@@ -20,14 +20,14 @@ def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots
         inputs | {"pool": pool, "slots": slots},
         {"o": jax.ShapeDtypeStruct((R, HV, V), v.dtype), "next_pool": "pool"},
         name="kda_decode",
-        grid=(R, HV, pl.cdiv(V, rows)),
+        grid=(pl.cdiv(V, rows), HV, R),
         warps=BLOCKS["decode"].warps,
         interpret=interpret,
     )
 
 
 def _body(refs, *, rows, groups, lower_bound):
-    r, hv, start = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
+    start, hv, r = pl.program_id(0) * rows, pl.program_id(1), pl.program_id(2)
     V, K = refs.pool.shape[2:]
     columns = key_tile(K)
     value, channel = along(0, rows, start), along(1, columns)
@@ -37,7 +37,7 @@ def _body(refs, *, rows, groups, lower_bound):
     @pl.when(slot > 0)
     def _():
         state = load(refs.pool, (slot, hv, value, channel), tall, wide).astype(FLOAT)
-        hk = hv // groups
+        hk = jax.lax.div(hv, groups)
         queries = values.normalized(load(refs.q, (r, hk, channel), wide), K**-0.5)
         keys = values.normalized(load(refs.k, (r, hk, channel), wide))
         rate, bias = gate_parameters(refs, (hv,))

@@ -49,7 +49,7 @@ def prepare_window(q, k, raw_gate, raw_beta, A_log, dt_bias, lower_bound, slots,
         outputs["folded"] = jax.ShapeDtypeStruct((R, HV, pending[0].shape[2] + 1, columns), FLOAT)
     body = functools.partial(_window_body, W=W, groups=HV // H, lower_bound=lower_bound)
     return named(
-        body, inputs, outputs, name="kda_prepare_window", grid=(R, HV), warps=_warps(tile, columns), interpret=interpret
+        body, inputs, outputs, name="kda_prepare_window", grid=(HV, R), warps=_warps(tile, columns), interpret=interpret
     )
 
 
@@ -64,7 +64,7 @@ def prepare_commit(key, raw_gate, A_log, dt_bias, lower_bound, lengths, *, inter
     body = functools.partial(_commit_body, targets=len(lengths), groups=HV // H, lower_bound=lower_bound)
     warps = _warps(token_tile(W), columns)
     (folded,) = named(
-        body, inputs, outputs, name="kda_prepare_commit", grid=(R, HV, L), warps=warps, interpret=interpret
+        body, inputs, outputs, name="kda_prepare_commit", grid=(HV, R, L), warps=warps, interpret=interpret
     )
     return folded
 
@@ -82,12 +82,12 @@ def gate_parameters(refs, at):
 
 
 def _window_body(refs, *, W, groups, lower_bound):
-    r, hv = pl.program_id(0), pl.program_id(1)
+    hv, r = pl.program_id(0), pl.program_id(1)
     K, tile = refs.q.shape[-1], token_tile(W)
     columns = key_tile(K)
     token, channel = along(0, tile), along(1, columns)
     inside = within(channel, K, columns)
-    hk = hv // groups
+    hk = jax.lax.div(hv, groups)
     length = jnp.where(refs.slots[r] > 0, refs.lengths[r], 0)
     valid = token < length
     q = load(refs.q, (r, token, hk, channel), valid, inside)
@@ -97,7 +97,9 @@ def _window_body(refs, *, W, groups, lower_bound):
     rate, bias = gate_parameters(refs, (hv,))
     queries, keys, decay, beta = values.window_inputs(q, k, raw_gate, raw_beta, bias, rate, lower_bound, length, K)
     kept = within(token, W, tile)
-    store(refs.key_record, (r, hk, token, channel), k, kept, inside, hv % groups == 0 if groups > 1 else None)
+    store(
+        refs.key_record, (r, hk, token, channel), k, kept, inside, jax.lax.rem(hv, groups) == 0 if groups > 1 else None
+    )
     store(refs.gate_record, (r, hv, token, channel), raw_gate, kept, inside)
     operands = values.window_operands(queries, keys, decay, beta, W)
     other = along(1, tile)
@@ -111,14 +113,14 @@ def _window_body(refs, *, W, groups, lower_bound):
 
 
 def _commit_body(refs, *, targets, groups, lower_bound):
-    r, hv, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    hv, r, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     rate, bias = gate_parameters(refs, (layer, hv))
     for target in range(targets):
         _store_commit(
             refs.folded,
             (target, layer, r, hv),
             refs.key,
-            (layer, r, hv // groups),
+            (layer, r, jax.lax.div(hv, groups)),
             refs.raw_gate,
             (layer, r, hv),
             rate,

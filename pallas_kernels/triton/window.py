@@ -62,14 +62,14 @@ def _launch(kernel, inputs, v, more, interpret):
         inputs,
         outputs | more,
         name=f"kda_{kernel}",
-        grid=(R, HV, pl.cdiv(V, rows)),
+        grid=(pl.cdiv(V, rows), HV, R),
         warps=BLOCKS[kernel].warps,
         interpret=interpret,
     )
 
 
 def _body(refs, *, rows):
-    r, hv, start = pl.program_id(0), pl.program_id(1), pl.program_id(2) * rows
+    start, hv, r = pl.program_id(0) * rows, pl.program_id(1), pl.program_id(2)
     W, V, K = refs.v.shape[1], refs.v.shape[3], refs.pool.shape[3]
     tile, columns = token_tile(W), key_tile(K)
     value, channel = along(0, rows, start), along(1, columns)
@@ -90,7 +90,7 @@ def _body(refs, *, rows):
 
     length = jnp.where(slot > 0, refs.lengths[r], 0)
     line, across = along(0, 2 * tile), along(1, rows, start)
-    token = jnp.where(line >= tile, line - tile, line)  # the rows of u, then those of o
+    token = line.map(lambda i: jnp.where(i >= tile, i - tile, i))  # the rows of u, then those of o
     here = within(across, V, rows)
     v = load(refs.v, (r, token, hv, across), token < length, here).astype(FLOAT)
     broken = ~values.is_finite(v)
@@ -100,6 +100,7 @@ def _body(refs, *, rows):
     out = out + jnp.dot(C, jnp.where(broken, 0.0, v), precision=PRECISION, preferred_element_type=FLOAT)
     out = jnp.where(broken, jnp.nan, out)
     # lines of the other kind point past the end, so that no two lines have the same place
-    store(refs.correction, (r, hv, jnp.where(line < W, line, W), across), out, line < W, here)
-    is_output = (line >= tile) & (line < tile + W)
-    store(refs.o, (r, jnp.where(is_output, token, W), hv, across), out, is_output, here)
+    of_u = line.map(lambda i: jnp.where(i < W, i, W))
+    of_o = line.map(lambda i: jnp.where((i >= tile) & (i < tile + W), i - tile, W))
+    store(refs.correction, (r, hv, of_u, across), out, of_u < W, here)
+    store(refs.o, (r, of_o, hv, across), out, of_o < W, here)
