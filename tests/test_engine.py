@@ -74,6 +74,7 @@ def prompt_of(data):
     return tuple(SHARED[:shared] + tail)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_any_run_gives_each_request_its_own_tokens(mode):
     """Arrivals, lengths, budgets, tiny pools, cancellations and shared prefixes are drawn."""
@@ -140,7 +141,7 @@ def test_a_full_house_of_requests(mode):
     stats = engine.stats
     assert stats.finished == len(prompts)
     assert stats.generated == 16 * len(prompts)
-    assert stats.preemptions > 0
+    assert (stats.preemptions > 0) == ("native" not in mode)  # there, slots keep a third request waiting instead
     assert (stats.hit_tokens > 0) == align
     if "recover" in mode or "native" in mode:
         assert stats.acceptance_length > 1
