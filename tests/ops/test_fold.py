@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from kda_jax import ops
 from tests import oracle
 from tests.ops.harness import assert_pool, assert_same_bits, assert_zero_past, calls, jitted, plan_of, records_of
-from tests.ops.inputs import BF16, DIMS, F32, MORE_DIMS, gate, nan_past, pool, rng, states, tokens
+from tests.ops.inputs import BF16, DIMS, F32, MORE_DIMS, Dims, gate, nan_past, pool, rng, states, tokens
 from tests.ops.test_decode import bounded_or_not
 from tests.tolerances import BF16_POOL, assert_close, tolerance
 
@@ -75,6 +75,12 @@ def test_values(implementation, dtype, lower_bound):
 @pytest.mark.parametrize("dims", MORE_DIMS, ids=str)
 def test_heads_and_dims(implementation, dims):
     check(implementation, *draw(2, dims), states(2, N, dims))
+
+
+@pytest.mark.parametrize("dims", [Dims(1, 2, 96, 80), Dims(1, 1, 240, 256)], ids=str)
+def test_large_dims(implementation, dims):
+    """Up to 256, not a power of two, in groups and alone."""
+    check(implementation, *draw(7, dims, BF16), states(7, N, dims), BF16)
 
 
 @pytest.mark.parametrize("window", [1, 3, 8])
