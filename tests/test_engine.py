@@ -128,7 +128,12 @@ def test_any_run_gives_each_request_its_own_tokens(mode):
     assert seen["length"] > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+def some(modes, fast):
+    """``modes`` as parameters, all but ``fast`` of them slow."""
+    return [mode if mode in fast else pytest.param(mode, marks=pytest.mark.slow) for mode in modes]
+
+
+@pytest.mark.parametrize("mode", some(MODES, ("recover, prefixes",)))
 def test_a_full_house_of_requests(mode):
     """More requests than fit, pools for little more than two of them: preemption, resumption, hits."""
     align = "prefixes" in mode
@@ -149,7 +154,7 @@ def test_a_full_house_of_requests(mode):
     check_empty(engine)
 
 
-@pytest.mark.parametrize("mode", ["plain", "recover", "native", "recover, prefixes"])
+@pytest.mark.parametrize("mode", some(["plain", "recover", "native", "recover, prefixes"], ("recover",)))
 def test_sampled_tokens_are_those_of_generate_with_the_same_key(mode):
     engine = make(mode, num_pages=20)
     kinds = [{}, {"top_k": 4}, {"top_p": 0.8}, {"top_k": 5, "top_p": 0.9}, {"temperature": 0.0}]
@@ -272,6 +277,7 @@ def test_logits_that_are_not_numbers_end_their_request_only():
         assert tokens["good"] == alone((3, 4))[:4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["plain", "recover", "native", "recover, prefixes", "plain, prefixes"])
 def test_warm_up_leaves_no_trace(mode):
     engine = make(mode, max_requests=2, max_tokens_per_step=8)

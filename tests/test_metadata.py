@@ -240,6 +240,14 @@ def test_columns_that_are_not_there(query, computed, columns, message):
         ALIGN.build(given)
 
 
+def test_columns_are_of_state_blocks_where_pages_are_smaller():
+    builder = make(window=W, mode="align", block_size=8, page_size=2)
+    given = {"block_table": table(5, 6), "pages": np.arange(1, 9)[None]}
+    step = builder.build(rows([5], [8], [1], [-1], **given)).metadata
+    same(step.prefill, source_slots=[5], final_slots=[6])  # of pages, column 3 would be the source and there is none
+    same(builder.build(rows([3], [9], [0], [2], **given)).metadata.spec, slots=[6])
+
+
 def test_aligned_prompts_stop_at_boundaries():
     step = ALIGN.build(rows([8, 5], [8, 0], [1, 1], [-1, -1], block_table=np.asarray([[5, 6], [7, 0]]))).metadata
     same(step.prefill, source_slots=[5, 0], final_slots=[6, 7])
