@@ -27,20 +27,22 @@ class Part:
 class Window:
     """Bytes one request needs in the KDA layers to verify ``size`` tokens: the last sampled one and its drafts.
 
-    Natively a recurrent state is kept for each of them, so that any prefix can be accepted. With recovery one
-    checkpoint is kept and each token leaves a record: the correction, the key and the raw gate of each head. The input
-    of the short convolution is recorded for each token either way.
+    Natively a slot is kept for each of them, so that any prefix can be accepted: a recurrent state, and the history of
+    the short convolutions that every slot has. With recovery one checkpoint is kept and each token leaves a record: the
+    correction, the key and the raw gate of each head. The input of the short convolutions is recorded for each token
+    either way. The one history that a request has anyhow is not counted here.
     """
 
     size: int
     native_states: int
+    native_histories: int  # of the slots beyond the first
     recover_states: int
     recover_records: int
     conv_inputs: int
 
     @property
     def native(self) -> int:
-        return self.native_states + self.conv_inputs
+        return self.native_states + self.native_histories + self.conv_inputs
 
     @property
     def recover(self) -> int:
@@ -76,7 +78,11 @@ class Account:
         return sum(part.nbytes for part in self.parts)
 
     def state_bytes(self, tokens: int, *, recover: bool = True) -> int:
-        """Bytes one request of ``tokens`` tokens keeps and needs while a window is verified."""
+        """Bytes one request of ``tokens`` tokens keeps and needs while a window is verified and then committed.
+
+        A commit put off to the next step keeps that window's records, ``window.recover_records`` and
+        ``window.conv_inputs``, a second time while the next is verified.
+        """
         window = self.window.recover if recover else self.window.native
         return window + self.conv_bytes + tokens * self.latent_bytes_per_token
 
@@ -92,6 +98,7 @@ def account(config: ModelConfig, *, window: int = 8) -> Account:
     item = jnp.dtype(config.dtype).itemsize
     state = L * HV * V * K * 4
     record = L * (HV * V * 4 + H * K * item + HV * K * item)  # correction, key, raw gate
+    history = L * (config.conv_width - 1) * config.conv_channels * item
     return Account(
         num_kda_layers=L,
         num_mla_layers=config.num_mla_layers,
@@ -100,11 +107,12 @@ def account(config: ModelConfig, *, window: int = 8) -> Account:
         dtype=config.dtype,
         parts=_parts(config),
         recurrent_bytes=state,
-        conv_bytes=L * (config.conv_width - 1) * config.conv_channels * item,
+        conv_bytes=history,
         latent_bytes_per_token=config.num_mla_layers * config.latent_dim * item,
         window=Window(
             size=window,
             native_states=window * state,
+            native_histories=(window - 1) * history,
             recover_states=state,
             recover_records=window * record,
             conv_inputs=window * L * config.conv_channels * item,
@@ -184,6 +192,7 @@ def format_report(numbers: Account, *, name: str = "model") -> Group:
     window = numbers.window
     verify = Table("", "native", "recover", title=f"verifying a window of {window.size}, per request")
     verify.add_row("recurrent states", format_bytes(window.native_states), format_bytes(window.recover_states))
+    verify.add_row("convolution histories of more slots", format_bytes(window.native_histories), format_bytes(0))
     verify.add_row("records", format_bytes(0), format_bytes(window.recover_records))
     verify.add_row("convolution inputs", format_bytes(window.conv_inputs), format_bytes(window.conv_inputs))
     verify.add_section()

@@ -146,10 +146,11 @@ class CacheLayout:
     def copy_functions(self) -> tuple[tuple[str, Callable], ...]:
         """(name, ``copy(pool, source, target) -> pool``) for each persistent state, in order.
 
-        ``pool`` is [layers, slots or pages, ...]; ``source`` and ``target`` int32 [n], 0 for no copy. Jit-able; all
-        sources are read before anything is written.
+        Of a state per slot, ``pool`` is [layers, slots, ...]; of one per token, [pages, tokens, ...] for each layer in
+        any pytree. ``source`` and ``target`` int32 [n], 0 for no copy. Jit-able; all sources are read before anything
+        is written.
         """
-        return tuple((state.name, copy_slots) for state in self.persistent)
+        return tuple((state.name, copy_slots if state.per == "slot" else copy_pages) for state in self.persistent)
 
     def check_copy_functions(self, functions: Iterable[tuple[str, Callable]]) -> None:
         """``ValueError`` unless ``functions`` copy exactly the persistent states, in order.
@@ -177,6 +178,11 @@ def copy_slots(pool, source, target):
     """``pool`` [L, N, ...] with slots ``source`` [n] copied to ``target`` [n]; where either is 0 nothing happens."""
     target = jnp.where(source > 0, target, 0)
     return write_slots(pool, target, read_slots(pool, source))
+
+
+def copy_pages(pools, source, target):
+    """As ``copy_slots``, of pages: every leaf of ``pools`` is [pages, ...], one for each layer."""
+    return jax.tree.map(lambda pool: copy_slots(pool[None], source, target)[0], pools)
 
 
 def zeros(state: State, units: int) -> jax.Array:

@@ -83,9 +83,19 @@ class Capacity:
         return self.slot + self.latents + sum(state.nbytes for state in self.layout.workspace)
 
     @property
+    def recover_deferred(self) -> int:
+        """``recover`` where a commit is put off into the next step's verify: two steps' records are there at once."""
+        return self.recover + sum(state.nbytes for state in self.layout.workspace)
+
+    @property
     def gain(self) -> float:
         """Percent more requests in the same memory."""
         return 100 * (self.native / self.recover - 1)
+
+    @property
+    def gain_deferred(self) -> float:
+        """``gain`` with ``recover_deferred``."""
+        return 100 * (self.native / self.recover_deferred - 1)
 
     def alternatives(self, sequences: int) -> int:
         """Bytes of recurrent states that ``sequences`` native requests hold for drafts only."""
@@ -98,13 +108,18 @@ def format_capacity(capacity: Capacity, *, budget: int, sequences: int, name: st
     drafts = capacity.window - 1
     waste.add_row(f"{sequences} requests x {drafts} drafts", f"{capacity.alternatives(sequences):,}")
 
-    fits = Table("", "native", "recover", title=f"requests of {capacity.context:,} tokens in {format_bytes(budget)}")
-    fits.add_row("one request", format_bytes(capacity.native), format_bytes(capacity.recover))
-    fits.add_row("  of it slots", format_bytes(capacity.window * capacity.slot), format_bytes(capacity.slot))
-    fits.add_row("  of it latents", format_bytes(capacity.latents), format_bytes(capacity.latents))
+    title = f"requests of {capacity.context:,} tokens in {format_bytes(budget)}"
+    fits = Table("", "native", "recover", "recover, commit deferred", title=title)
+    whole = (capacity.native, capacity.recover, capacity.recover_deferred)
+    slots = (capacity.window * capacity.slot, capacity.slot, capacity.slot)
+    fits.add_row("one request", *map(format_bytes, whole))
+    fits.add_row("  of it slots", *map(format_bytes, slots))
+    fits.add_row("  of it latents", *[format_bytes(capacity.latents)] * 3)
+    work = [total - slot - capacity.latents for total, slot in zip(whole, slots, strict=True)]
+    fits.add_row("  of it workspace", *map(format_bytes, work))
     fits.add_section()
-    fits.add_row("requests", f"{budget // capacity.native:,}", f"{budget // capacity.recover:,}")
-    fits.add_row("gain", "", f"{capacity.gain:+.2f} %")
+    fits.add_row("requests", *(f"{budget // total:,}" for total in whole))
+    fits.add_row("gain", "", f"{capacity.gain:+.2f} %", f"{capacity.gain_deferred:+.2f} %")
     for table in (waste, fits):
         for column in table.columns[1:]:
             column.justify = "right"
@@ -117,10 +132,9 @@ def format_capacity(capacity: Capacity, *, budget: int, sequences: int, name: st
     return Group(waste, fits, assumed)
 
 
-def format_kimi_k3(*, window: int, context: int, page_size: int, budget: int, sequences: int) -> Group:
-    """The cache of Kimi-K3 on one rank of 8 beside the published gain. Its weights can't be loaded yet."""
-    whole = Capacity(KIMI_K3, window, context, page_size=page_size)
-    rank = Capacity(KIMI_K3, window, context, PUBLISHED_RANKS, page_size)
+def format_kimi_k3(rank: Capacity, *, budget: int, sequences: int) -> Group:
+    """The cache of Kimi-K3, in all and on one ``rank``, beside the published gain. Its weights can't be loaded yet."""
+    whole = dataclasses.replace(rank, ranks=1)
     total = Table("state of a sequence, all ranks", "bytes", title="kimi_k3: cache only, weights are not supported yet")
     total.columns[1].justify = "right"
     for state in ("state", "conv"):
@@ -129,10 +143,11 @@ def format_kimi_k3(*, window: int, context: int, page_size: int, budget: int, se
             format_bytes(whole.layout.state(state).nbytes),
         )
     total.add_row("MLA latents, per token", format_bytes(whole.layout.state("latents").nbytes))
-    total.add_row(f"native states of {sequences} sequences, {window - 1} drafts", f"{whole.alternatives(sequences):,}")
+    drafts = f"held for drafts only, natively: {sequences} requests x {rank.window - 1} drafts"
+    total.add_row(drafts, f"{whole.alternatives(sequences):,}")
     published = (
         f"Published for this model: {PUBLISHED_GAIN:+.2f} % at {PUBLISHED_BUDGET / GiB:.2f} GiB a rank, "
         f"{PUBLISHED_RANKS} ranks; its context length and page layout are not public. Ours, above, is at "
-        f"{context:,} tokens."
+        f"{rank.context:,} tokens, {rank.ranks} ranks."
     )
     return Group(total, format_capacity(rank, budget=budget, sequences=sequences, name="kimi_k3, one rank"), published)

@@ -143,6 +143,7 @@ class MetadataBuilder:
           ValueError: a row that breaks a rule, naming the request and the numbers; a block or page that the step needs
             and that is not allocated, or that it would write and somebody else holds too, naming request and column.
         """
+        named = rows.request_ids
         rows, ids = self._checked(rows)
         spec, decode, prefill = self._classify(rows, ids)
         self._check_memory(rows, ids, spec)
@@ -150,7 +151,7 @@ class MetadataBuilder:
         width = int(max([1, *rows.query_lengths[prefill]])) if len(prefill) else 1
         tokens = max(width, self.base.window if len(spec) else 1, self.base.smallest.tokens)
         source, target = self._slots(rows)
-        fold, must_fold = self._fold(ids, spec, pending)
+        fold, must_fold = self._fold(ids, spec, pending, named)
         may_cross = False
         if self.base.mode == "align" and len(spec):
             c, block = rows.num_computed[spec], self.base.block_size
@@ -211,13 +212,21 @@ class MetadataBuilder:
                 if arrays[name].shape != arrays[table].shape:
                     raise ValueError(f"{name} must have the shape of {table}, got {arrays[name].shape}")
         ids = tuple(range(B)) if rows.request_ids is None else tuple(rows.request_ids)
-        if len(ids) != B:
-            raise ValueError(f"request_ids must name {B} rows, got {len(ids)}")
+        if len(ids) != B or len(set(ids)) != B:
+            raise ValueError(
+                f"request_ids must name {B} rows, each once, got {len(ids)}, {len(set(ids))} of them different"
+            )
         for name in ("query_lengths", "num_computed"):
             for row in np.flatnonzero(arrays[name] < 0):
                 raise ValueError(f"{name} of request {ids[row]!r} must be at least 0, got {arrays[name][row]}")
         if native and arrays["row_slots"].shape[1] < base.window:
             raise ValueError(f"row_slots must have window={base.window} columns, got {arrays['row_slots'].shape[1]}")
+        over = arrays["last_accepted"] > base.window if native else np.zeros(B, bool)
+        for row in np.flatnonzero(over):
+            raise ValueError(
+                f"last_accepted of request {ids[row]!r} must be at most window={base.window}, "
+                f"got {arrays['last_accepted'][row]}"
+            )
         return Rows(**arrays, request_ids=ids), ids
 
     def _classify(self, rows: Rows, ids):
@@ -268,15 +277,16 @@ class MetadataBuilder:
             first_read = np.maximum(c - 1, 0) // block
             # a complete source block is only read: it may be shared
             _check_columns("block_table", table, rows.shared, active, first_read, c // block, (c + q - 1) // block, ids)
-        elif rows.row_slots is not None:
-            for row in np.flatnonzero(active & (rows.row_slots[:, : base.window] == 0).any(axis=1)):
+        if rows.row_slots is not None:
+            for row in np.flatnonzero(active & (rows.row_slots[:, : base.window] <= 0).any(axis=1)):
                 raise ValueError(f"row_slots of request {ids[row]!r} must be allocated, got {rows.row_slots[row]}")
-        else:
+        elif base.mode == "none":
             for row in np.flatnonzero(active & (rows.slots <= 0)):
                 raise ValueError(f"slots of request {ids[row]!r} must be allocated, got {rows.slots[row]}")
         if base.page_size is not None:
             first, last = c // base.page_size, (c + q - 1) // base.page_size
-            _check_columns("pages", rows.pages, rows.shared_pages, active, np.zeros_like(c), first, last, ids)
+            read = np.maximum(c - 1, 0) // base.page_size  # those before were checked when they were written
+            _check_columns("pages", rows.pages, rows.shared_pages, active, read, first, last, ids)
 
     def _slots(self, rows: Rows):
         """Slots [B] that each active row's state is read from (0: fresh), and written to by decode and prefill."""
@@ -293,9 +303,13 @@ class MetadataBuilder:
             source = target = rows.slots
         return np.where((q > 0) & (c > 0), source, 0), np.where(q > 0, target, 0)
 
-    def _fold(self, ids, spec, pending) -> tuple[Fold | None, bool]:
+    def _fold(self, ids, spec, pending, named) -> tuple[Fold | None, bool]:
         if pending is None or all(name is None for name in pending):
             return None, False
+        if named is None:
+            raise ValueError("request_ids must be given with pending: it names requests, not rows")
+        if self.base.window is None or not self.base.recover:
+            return None, True
         place = {name: i for i, name in enumerate(pending) if name is not None}
         wanted = [place.pop(ids[row], len(pending)) for row in spec]
         if place:
@@ -364,15 +378,23 @@ class MetadataBuilder:
 
 def _check_columns(name, table, shared, active, read, written, last, ids) -> None:
     """Columns ``read .. last`` of each active row are allocated, ``written .. last`` held by it alone."""
-    column = np.arange(table.shape[1])[None]
     for row in np.flatnonzero(active & (last >= table.shape[1])):
         raise ValueError(f"{name} of request {ids[row]!r} must have column {last[row]}, got {table.shape[1]} columns")
-    used = active[:, None] & (column >= read[:, None]) & (column <= last[:, None])
-    for row, at in np.argwhere(used & (table <= 0)):
-        raise ValueError(f"{name} of request {ids[row]!r}: column {at} is needed in this step and not allocated")
+    if not active.any():
+        return
+    column = read[:, None] + np.arange(int((last - read)[active].max()) + 1)[None]
+    used = active[:, None] & (column <= last[:, None])
+    column = np.minimum(column, table.shape[1] - 1)
+    for row, i in np.argwhere(used & (np.take_along_axis(table, column, axis=1) <= 0)):
+        raise ValueError(
+            f"{name} of request {ids[row]!r}: column {column[row, i]} is needed in this step and not allocated"
+        )
     if shared is not None:
-        for row, at in np.argwhere(used & (column >= written[:, None]) & shared):
-            raise ValueError(f"{name} of request {ids[row]!r}: column {at} is written in this step and shared")
+        taken = used & (column >= written[:, None]) & np.take_along_axis(shared, column, axis=1)
+        for row, i in np.argwhere(taken):
+            raise ValueError(
+                f"{name} of request {ids[row]!r}: column {column[row, i]} is written in this step and shared"
+            )
 
 
 class Postprocessed(NamedTuple):

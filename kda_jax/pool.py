@@ -14,15 +14,27 @@ import numpy as np
 from kda_jax.checks import check_integer
 
 ROOT_KEY = b""
+_INT32_MAX = 2**31 - 1
 
 
 def block_key(parent: bytes, tokens, salt: bytes = b"") -> bytes:
     """The content key of a block of token ids whose prefix has key ``parent`` (``ROOT_KEY`` for none): 16 bytes.
 
-    Keys chain, so that equal keys mean equal prefixes; ``salt`` keeps apart what must not be shared.
+    Keys chain, so that equal keys mean equal prefixes, among blocks of one size; ``salt`` keeps apart what must not be
+    shared.
+
+    Raises:
+      ValueError: tokens that are not token ids [n], or more than 64 bytes of salt, naming the argument.
     """
-    digest = hashlib.blake2b(parent, digest_size=16, key=salt[:64])
-    digest.update(np.ascontiguousarray(tokens, dtype="<i4").tobytes())
+    if len(salt) > 64:
+        raise ValueError(f"salt must be at most 64 bytes, got {len(salt)}")
+    ids = np.asarray(tokens)
+    if ids.ndim != 1 or not ids.size or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"tokens must be integers of shape [n], n at least 1, got {ids.dtype} of shape {ids.shape}")
+    if ids.min() < 0 or ids.max() > _INT32_MAX:
+        raise ValueError(f"tokens must be in [0, {_INT32_MAX}], got {ids.min()} to {ids.max()}")
+    digest = hashlib.blake2b(parent, digest_size=16, key=salt)
+    digest.update(ids.astype("<i4").tobytes())
     return digest.digest()
 
 
@@ -32,12 +44,16 @@ def hit_length(num_prompt_tokens: int, block_size: int, *, drop_last_block: bool
     At ``m * block_size`` tokens and at one less it is ``(m - 1) * block_size``, at one more ``m * block_size``.
     ``drop_last_block`` leaves out one block more, for drafters that need its tokens computed.
     """
+    check_integer("num_prompt_tokens", int(num_prompt_tokens), 0)
+    check_integer("block_size", block_size, 1)
     blocks = max(num_prompt_tokens - 1, 0) // block_size
     return max(blocks - drop_last_block, 0) * block_size
 
 
 def columns_needed(computed: int, query: int, block_size: int) -> int:
     """Columns a request of ``computed`` tokens must hold for a step of ``query`` tokens, drafts included."""
+    for name, value, low in (("computed", computed, 0), ("query", query, 0), ("block_size", block_size, 1)):
+        check_integer(name, int(value), low)
     return max(computed + query - 1, 0) // block_size + 1
 
 
@@ -97,9 +113,17 @@ class SlotPool:
         self._holders[slot] += 1
 
     def free(self, slots: Iterable[int]) -> None:
-        """One holder less of each slot. The last one gone, a block with a key becomes idle, any other slot free."""
-        for slot in slots:
+        """One holder less of each slot. The last one gone, a block with a key becomes idle, any other slot free.
+
+        Of the blocks of a prefix give back the last first: what is idle longest is evicted first, and a block is of no
+        use without those before it. Raises ``ValueError``, and nothing changed, for more than there are holders.
+        """
+        slots = [int(slot) for slot in slots]
+        for slot, count in collections.Counter(slots).items():
             self._held(slot)
+            if count > self._holders[slot]:
+                raise ValueError(f"slot {slot} must be held to be freed, got {count} of {self._holders[slot]} holders")
+        for slot in slots:
             self._holders[slot] -= 1
             if self._holders[slot]:
                 continue
@@ -117,8 +141,15 @@ class SlotPool:
 
     def copy_on_write(self, slot: int) -> tuple[int, bool] | None:
         """A slot its holder may write: the same one if it is not shared, else a new one, and whether the content must
-        be copied there. None, and nothing changed, where there is no slot left."""
+        be copied there. None, and nothing changed, where there is no slot left.
+
+        A published block stays as it is; only where there is no slot left and nobody else holds it, its key goes. The
+        slot to write is not a finished block: it has to be marked as written before it is published.
+        """
+        if self.is_shared(slot) and self._holders[slot] == 1 and not self.available:
+            self._forget(slot)
         if not self.is_shared(slot):
+            self._written.discard(slot)
             return slot, False
         new = self.allocate(1)
         if new is None:
@@ -127,8 +158,10 @@ class SlotPool:
         return new[0], True
 
     def mark_written(self, slot: int) -> None:
-        """The slot's block is complete: a step that wrote it was started."""
-        self._held(slot)
+        """The slot's block is complete: a step that wrote it was started. ``ValueError`` where others see the write."""
+        if self.is_shared(slot):
+            what = "published" if slot in self._key_of else f"held by {self._holders[slot]}"
+            raise ValueError(f"slot {slot} must be copied before it is written, it is {what}")
         self._written.add(slot)
 
     def publish(self, slot: int, key: bytes) -> None:
@@ -158,12 +191,13 @@ class SlotPool:
         return slot
 
     def clear(self) -> None:
-        """Forget every published block; idle ones become free."""
+        """Forget every published block and all that was written, as after a change of weights; idle slots are free."""
         for slot in list(self._idle):
             del self._idle[slot]
             self._free.append(slot)
         for slot in list(self._key_of):
             self._forget(slot)
+        self._written.clear()
 
     def check(self) -> None:
         """Raises ``AssertionError`` where the books don't add up."""
@@ -176,6 +210,7 @@ class SlotPool:
         assert set(self._key_of) <= held | idle, "a key of a free slot"
         assert idle <= set(self._key_of), "an idle slot without key"
         assert set(self._key_of) <= self._written, "a key of a block that was not written"
+        assert self._written <= held | idle, "a free slot counts as written"
 
     def _forget(self, slot: int) -> None:
         self._slot_of.pop(self._key_of.pop(slot))

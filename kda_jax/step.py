@@ -62,7 +62,7 @@ def step(
         raise ValueError("metadata.spec.parents: a tree of drafts needs the recover mode, got target_slots too")
     fold_rows = metadata.spec is not None and metadata.spec.fold is not None
     pending = None
-    if fold_rows and cache.pending is not None:
+    if fold_rows and cache.pending is not None and metadata.copies is None:  # a copy may be of a state still pending
         pending = _pending_of(metadata.spec, cache.pending)
     else:
         cache = fold(params, config, cache, implementation=implementation)

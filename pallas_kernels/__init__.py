@@ -1,4 +1,5 @@
 """Pallas kernel bodies and their launches. Imports JAX alone, never ``kda_jax``.
 
-There is none yet: every operation of ``kda_jax.ops`` runs in its XLA form, and ``implementation="pallas"`` says so.
+``routes`` picks one: ``mosaic`` (Mosaic GPU: NVIDIA Hopper and newer, jax 0.11 and newer), ``triton`` (the Triton
+route: other NVIDIA GPUs, and the interpreter), ``tpu``. ``MEASURED.md`` has their times.
 """

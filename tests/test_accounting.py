@@ -12,7 +12,9 @@ import rich.console
 
 from kda_jax import ops, presets
 from kda_jax.accounting import account, format_bytes, format_count, format_report
-from kda_jax.cache import make_cache
+from kda_jax.cache import make_cache, no_commit
+from kda_jax.cache_layout import CacheSizes
+from kda_jax.capacity import Capacity
 from kda_jax.options import GenerateOptions, SpeculativeOptions
 from tests.tiny import TINY, random_params
 
@@ -41,7 +43,8 @@ def test_kimi_linear_state(kimi):
     assert numbers.window.recover_states == 40 * MiB
     assert numbers.window.recover_records == 8 * 20 * 32 * 1024  # 1 KiB a head and token
     assert numbers.state_bytes(1000) == 40 * MiB + 8 * 20 * (32 * 1024 + 3 * 4096 * 2) + numbers.conv_bytes + 8_064_000
-    assert numbers.state_bytes(0, recover=False) - numbers.state_bytes(0) == 280 * MiB - numbers.window.recover_records
+    more = 7 * (40 * MiB + numbers.conv_bytes)  # seven slots
+    assert numbers.state_bytes(0, recover=False) - numbers.state_bytes(0) == more - numbers.window.recover_records
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -72,6 +75,7 @@ def test_state_is_that_of_a_real_cache(dtype, window):
     assert numbers.conv_bytes == added_by_a_row("conv")
     assert 10 * numbers.latent_bytes_per_token == added_by_a_row("latents")
     assert numbers.window.native_states == added_by_a_row("state", states_per_row=window)
+    assert numbers.conv_bytes + numbers.window.native_histories == added_by_a_row("conv", states_per_row=window)
 
     H, HV, K, V, W = 2, 4, 6, 10, window
     rng = np.random.default_rng(0)
@@ -84,6 +88,21 @@ def test_state_is_that_of_a_real_cache(dtype, window):
     _, records = ops.kda_verify(q, k, v, raw_gate, raw_beta, gate, pool, jnp.array([1]), jnp.array([W]))
     assert numbers.window.recover_records == 2 * sum(leaf.nbytes for leaf in jax.tree.leaves(records))
     assert numbers.window.conv_inputs == 2 * W * config.conv_channels * jnp.dtype(dtype).itemsize
+    pending = [jax.tree.leaves(no_commit(config, rows, W, jnp.dtype(dtype)).records) for rows in (1, 2)]
+    added = sum(x.nbytes for x in pending[1]) - sum(x.nbytes for x in pending[0])
+    assert numbers.window.recover_records + numbers.window.conv_inputs == added
+
+
+@pytest.mark.parametrize("window", [1, 8])
+def test_one_request_costs_what_capacity_says(window):
+    """Two ways to count: by the model's parts, and by the cache layout."""
+    numbers = account(TINY, window=window)
+    sizes = CacheSizes.from_config(TINY)
+    fit = Capacity(sizes, window=window, context=30, page_size=1, dtype=TINY.dtype)
+    tokens = fit.context + window - 1
+    assert fit.recover == numbers.state_bytes(tokens)
+    assert fit.native == numbers.state_bytes(tokens, recover=False)
+    assert fit.recover_deferred - fit.recover == numbers.window.recover_records + numbers.window.conv_inputs
 
 
 @pytest.mark.parametrize("window", [0, -1, 2.5, True])

@@ -35,7 +35,8 @@ def test_one_rank_of_kimi_k3_at_128k():
     assert rank.native == 8 * slot + latents + inputs
     assert rank.recover == slot + latents + inputs + records
     assert rank.gain == pytest.approx(100 * (rank.native - rank.recover) / rank.recover)
-    assert 10 < rank.gain < 11
+    assert rank.recover_deferred == slot + latents + 2 * (inputs + records)
+    assert 10 < rank.gain_deferred < rank.gain < 11
     assert (PUBLISHED_BUDGET // rank.native, PUBLISHED_BUDGET // rank.recover) == (12, 13)
 
 
@@ -64,7 +65,8 @@ def test_refused(arguments, message):
 
 def test_the_report_says_what_it_assumes():
     out = io.StringIO()
-    report = format_kimi_k3(window=8, context=131072, page_size=64, budget=PUBLISHED_BUDGET, sequences=4)
+    rank = Capacity(KIMI_K3, window=8, context=131072, ranks=8)
+    report = format_kimi_k3(rank, budget=PUBLISHED_BUDGET, sequences=4)
     rich.console.Console(file=out, width=160).print(report)
     text = " ".join(out.getvalue().split())
     for part in (
@@ -72,6 +74,7 @@ def test_the_report_says_what_it_assumes():
         "414.0 MiB",
         "+10.97 %",
         "+10.46 %",
+        f"{rank.gain_deferred:+.2f} %",
         "Assumed: 8 tensor-parallel ranks",
         "not public",
     ):
@@ -84,10 +87,31 @@ def test_inspect_prints_it(capsys):
     assert found["held_for_drafts"] == 4 * 7 * 40 * MiB
     assert found["native_requests"] < found["recover_requests"] == (1 << 30) // found["recover_bytes"]
     assert cli.main(["inspect", "kimi_k3"]) == 0
-    assert "weights are not supported yet" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "weights are not supported yet" in text
+    assert "12,155,092,992" in text
 
 
-@pytest.mark.parametrize("arguments", [["--budget", "0"], ["--sequences", "0"], ["--ranks", "7"], ["--context", "-1"]])
-def test_inspect_refuses(arguments, capsys):
-    assert cli.main(["inspect", "kimi_linear_48b", *arguments]) == 2
+def test_inspect_kimi_k3_takes_its_arguments(capsys):
+    assert cli.main(["inspect", "kimi_k3", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["capacity"]
+    assert (found["ranks"], found["context"], found["budget"]) == (8, 131072, PUBLISHED_BUDGET)
+    assert (found["native_requests"], found["recover_requests"]) == (12, 13)
+    assert cli.main(["inspect", "kimi_k3", "--json", "--ranks", "1", "--context", "64", "--window", "8"]) == 0
+    found = json.loads(capsys.readouterr().out)["capacity"]
+    assert (found["ranks"], found["context"]) == (1, 64)
+    assert found["held_for_drafts"] == 12_155_092_992
+    assert found["native_bytes"] == Capacity(KIMI_K3, window=8, context=64).native
+
+
+@pytest.mark.parametrize("model", ["kimi_linear_48b", "kimi_k3"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--budget", "0"], ["--sequences", "0"], ["--ranks", "7"], ["--ranks", "0"], ["--window", "0"]),
+        *(["--context", "-1"], ["--context", "0"], ["--page-size", "0"]),
+    ],
+)
+def test_inspect_refuses(model, arguments, capsys):
+    assert cli.main(["inspect", model, *arguments]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) == 1

@@ -183,7 +183,19 @@ def test_plain_decoding_has_no_speculative_rows():
         (RECOVER, rows([1, 1], [5], [0, 0], [-1, -1]), "num_computed must be integers of rank 1 with 2 rows"),
         (RECOVER, rows([1.0], [5], [0], [-1]), "query_lengths must be integers"),
         (NATIVE, rows([1], [5], [0], [-1]), "row_slots must be integers of rank 2 with 1 rows, got None"),
-        (RECOVER, rows([1], [5], [0], [-1], request_ids=("a", "b")), "request_ids must name 1 rows, got 2"),
+        (RECOVER, rows([1], [5], [0], [-1], request_ids=("a", "b")), "request_ids must name 1 rows, each once, got 2"),
+        (RECOVER, rows([1, 1], [5, 5], [0, 0], [-1, -1], request_ids=("a", "a")), "each once, got 2, 1 of them"),
+        (NATIVE, native([1], [5], [0], [1 - 1], [5]), "last_accepted of request 0 must be at most window=4, got 5"),
+        (
+            NATIVE,
+            native([1], [5], [0], [0], [1])._replace(row_slots=np.asarray([[1, 2, -3, 4]])),
+            "row_slots of request 0",
+        ),
+        (
+            make(window=W, recover=False, mode="align", block_size=8),
+            native([1], [5], [0], [0], [1])._replace(row_slots=np.zeros((1, W), int), block_table=np.asarray([[5]])),
+            "row_slots of request 0 must be allocated",
+        ),
         (RECOVER, rows([1], [5], [[0]], [-1]), r"is_prefilling must be bool \[1\]"),
     ],
 )
@@ -226,6 +238,14 @@ def test_columns_that_are_not_there(query, computed, columns, message):
     given = rows([query], [computed], [0], [query - 1], block_table=table(*columns), request_ids=("a",))
     with pytest.raises(ValueError, match=message):
         ALIGN.build(given)
+
+
+def test_columns_are_of_state_blocks_where_pages_are_smaller():
+    builder = make(window=W, mode="align", block_size=8, page_size=2)
+    given = {"block_table": table(5, 6), "pages": np.arange(1, 9)[None]}
+    step = builder.build(rows([5], [8], [1], [-1], **given)).metadata
+    same(step.prefill, source_slots=[5], final_slots=[6])  # of pages, column 3 would be the source and there is none
+    same(builder.build(rows([3], [9], [0], [2], **given)).metadata.spec, slots=[6])
 
 
 def test_aligned_prompts_stop_at_boundaries():

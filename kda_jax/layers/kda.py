@@ -135,12 +135,20 @@ def verify_after_commit(
 
     Returns what ``verify`` does, then the next state pool and the next history pool.
     """
-    gate = gate_params(params, config)
-    history_pool = ops.conv_commit(history_pool, pending_inputs, plan, implementation=implementation)
-    window, inputs = _window(params, x, history_pool, slots, lengths, config, implementation, parents)
-    state_pool = ops.kda_commit(state_pool, pending, gate, plan, implementation=implementation)
-    how = {"parents": parents, "implementation": implementation}
-    o, records = ops.kda_verify(*window, gate, state_pool, slots, lengths, **how)
+    gate, how = gate_params(params, config), {"implementation": implementation}
+    if parents is not None:  # trees are committed and verified apart
+        history_pool = ops.conv_commit(history_pool, pending_inputs, plan, **how)
+        state_pool = ops.kda_commit(state_pool, pending, gate, plan, **how)
+        rows = state_pool, history_pool, slots, lengths, config
+        return *verify(params, x, *rows, parents=parents, **how), state_pool, history_pool
+    inputs = _conv_inputs(params, x)
+    y, history_pool = ops.conv_step_after_commit(
+        inputs, params.conv, history_pool, slots, lengths, pending_inputs, plan, **how
+    )
+    window = *_split_heads(y, config), *_raw_gates(params, x, config)
+    o, records, state_pool = ops.kda_verify_after_commit(
+        *window, gate, state_pool, slots, lengths, pending, plan, **how
+    )
     return _output(params, x, o, config), records, inputs, state_pool, history_pool
 
 

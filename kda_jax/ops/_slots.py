@@ -37,7 +37,8 @@ def write_slots(pool, slots, rows):
         return pool.at[:, target].set(rows, mode="drop")
     for row in range(slots.shape[0]):
         new = jax.lax.slice_in_dim(rows, row, row + 1, axis=1)
-        new = jnp.where(slots[row] > 0, new, _row(pool, slots[row]))
+        named = (slots[row] > 0) & (slots[row] < pool.shape[1])  # the update is moved back inside the pool otherwise
+        new = jnp.where(named, new, _row(pool, slots[row]))
         pool = jax.lax.dynamic_update_slice_in_dim(pool, new, slots[row], axis=1, allow_negative_indices=False)
     return pool
 

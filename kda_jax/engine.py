@@ -1,0 +1,435 @@
+"""Continuous batching: many requests over one step function, each with the tokens it would get alone.
+
+A step takes the decoding requests, then prompt chunks, up to a token budget; requests wait for slots and are sent back
+to waiting (their text kept, their state dropped) when older ones need the memory. What a step sampled is read back
+once; the next step is built from it.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from kda_jax.cache import Cache, PendingCommit, make_pools
+from kda_jax.cache_layout import CacheLayout, CacheSizes
+from kda_jax.cache_options import CacheOptions, check_serving
+from kda_jax.checks import check_integer
+from kda_jax.engine_memory import Memory
+from kda_jax.engine_program import RowSampling, fold, run_step
+from kda_jax.engine_requests import EngineStats, Output, Request
+from kda_jax.engine_schedule import Scheduler
+from kda_jax.engine_warm_up import compositions
+from kda_jax.metadata_builder import SMALLEST, BuilderBase, MetadataBuilder, Rows, Smallest, postprocess
+from kda_jax.options import GenerateOptions, SpeculativeOptions
+from kda_jax.speculate.lookup import Lookup
+from kda_jax.speculate.sampling import row_keys
+
+DEFAULT_LENGTH = 4096
+
+
+class Engine:
+    """Serves requests; not thread-safe.
+
+    Args:
+      model: from ``kda_jax.load``.
+      cache: ``CacheOptions``.
+      speculative: ``SpeculativeOptions`` of method "ngram" without branches, or None.
+      drafter: must be None: drafters with parameters run in ``generate`` only.
+      max_requests: most requests that hold memory at once.
+      max_tokens_per_step: most tokens, of prompts, windows and decodes, in one step; at least a window.
+      max_length: most tokens of a request, output included; None for 4096 or the model's most.
+      smallest: ``Smallest`` buckets of rows, tokens and columns; larger ones compile fewer programs.
+      implementation: of the operations.
+
+    Raises:
+      ValueError: naming what does not fit, before anything is allocated.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        cache: CacheOptions,
+        speculative: SpeculativeOptions | None = None,
+        drafter: Any = None,
+        max_requests: int,
+        max_tokens_per_step: int,
+        max_length: int | None = None,
+        smallest: Smallest = SMALLEST,
+        implementation: str | None = None,
+    ):
+        config = model.config
+        check_serving(config, cache, speculative, implementation=implementation)
+        if drafter is not None:
+            raise ValueError("drafter must be None: drafters with parameters run in generate only")
+        if speculative is not None and (speculative.method != "ngram" or speculative.branches is not None):
+            raise ValueError(f"speculative must be method 'ngram' without branches in the engine, got {speculative}")
+        window = speculative.window if speculative is not None else 1
+        check_integer("max_requests", max_requests, 1)
+        check_integer("max_tokens_per_step", max_tokens_per_step, window)
+        max_length = min(config.max_length, DEFAULT_LENGTH) if max_length is None else max_length
+        check_integer("max_length", max_length, 2, config.max_length)
+        self.model, self.config, self.speculative, self.options = model, config, speculative, cache
+        self.max_requests, self.max_tokens_per_step, self.max_length = max_requests, max_tokens_per_step, max_length
+        self._implementation = implementation
+        self._key_shape = jax.random.key_data(jax.random.key(0)).shape
+        self._native = speculative is not None and not speculative.recover
+        self._memory = Memory(
+            cache,
+            native_window=window if self._native else None,
+            max_requests=max_requests,
+            max_length=max_length,
+            lookahead=window - 1,
+        )
+        dtype = model.params.embed.dtype
+        layout = CacheLayout.from_sizes(
+            CacheSizes.from_config(config),
+            window=window if speculative is not None else None,
+            dtype=dtype,
+            state_dtype=cache.state_dtype,
+        )
+        self._builder = MetadataBuilder(
+            BuilderBase(
+                config,
+                tuple(f"layers.{i}.{kind}" for i, kind in enumerate(config.mixer_kinds)),
+                layout,
+                window if speculative is not None else None,
+                speculative is None or speculative.recover,
+                cache.mode,
+                cache.block_size,
+                cache.tokens_per_page,
+                smallest,
+            )
+        )
+        self._cache: Cache = make_pools(
+            config,
+            slots=self._memory.slots.num_slots,
+            pages=self._memory.pages.num_slots,
+            page_size=cache.tokens_per_page,
+            dtype=dtype,
+            state_dtype=jnp.dtype(cache.state_dtype),
+        )
+        self._stats = EngineStats(
+            state_bytes=self._cache.state.nbytes + self._cache.conv.nbytes,
+            latent_bytes=sum(x.nbytes for x in self._cache.latents),
+        )
+        self._scheduler = Scheduler(
+            self._memory,
+            self._stats,
+            max_requests=max_requests,
+            max_tokens=max_tokens_per_step,
+            num_draft=window - 1,
+        )
+        self._numbers = itertools.count()
+        self._pending: tuple | None = None
+        self._cancelled: list[Output] = []
+        self._failure: BaseException | None = None
+
+    # requests
+
+    def submit(
+        self,
+        prompt_tokens: Sequence[int],
+        *,
+        options: GenerateOptions,
+        key: Any = None,
+        request_id: Hashable = None,
+    ) -> Hashable:
+        """Queue a prompt; returns the request's id (a number if none is given).
+
+        The request gets the tokens of ``generate`` on its prompt alone with the same ``options`` and ``key`` (default
+        ``jax.random.key(0)``).
+
+        Raises:
+          ValueError: an empty prompt, a token or stop token out of range, more tokens than ``max_length``, an id in
+            use, options with rows. Other requests go on.
+        """
+        if not isinstance(options, GenerateOptions):
+            raise ValueError(f"options must be GenerateOptions, got {type(options).__name__}")
+        tokens = np.asarray(prompt_tokens)
+        if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"prompt_tokens must be a non-empty sequence of token ids, got {prompt_tokens!r:.80}")
+        vocab = self.config.vocab_size
+        if tokens.min() < 0 or tokens.max() >= vocab:
+            bad = tokens[(tokens < 0) | (tokens >= vocab)][0]
+            raise ValueError(f"prompt_tokens must be in [0, vocab_size={vocab}), got {bad}")
+        for token in options.stop_tokens:
+            if not 0 <= token < vocab:
+                raise ValueError(f"stop_tokens must be in [0, vocab_size={vocab}), got {token}")
+        for name in ("temperature", "top_k", "top_p"):
+            if np.ndim(getattr(options, name)):
+                raise ValueError(f"{name} must be a scalar in a request's options, got {getattr(options, name)!r}")
+        if options.implementation not in (None, self._implementation):
+            raise ValueError(
+                f"options.implementation must be None or the engine's {self._implementation!r}, "
+                f"got {options.implementation!r}"
+            )
+        if len(tokens) + options.max_new_tokens > self.max_length:
+            raise ValueError(
+                f"prompt_tokens and max_new_tokens must be at most max_length={self.max_length} tokens together, got "
+                f"{len(tokens)} + {options.max_new_tokens}"
+            )
+        number = next(self._numbers)
+        request_id = number if request_id is None else request_id
+        if request_id in self._scheduler.requests:
+            raise ValueError(f"request_id must not be in use, got {request_id!r}")
+        key = jax.random.key(0) if key is None else key
+        if not isinstance(key, jax.Array | np.ndarray):
+            raise ValueError(f"key must be a JAX key such as jax.random.key(0), got {key!r}")
+        key_data = np.asarray(jax.random.key_data(row_keys(jnp.asarray(key), 1)))[0]
+        if key_data.shape != self._key_shape:
+            raise ValueError(f"key must be of jax's default kind, with data {self._key_shape}, got {key_data.shape}")
+        lookup = None
+        if self.speculative is not None:
+            lookup = Lookup(self.speculative.ngram_max, self.speculative.ngram_min)
+            lookup.extend(tokens.tolist())
+        self._scheduler.requests[request_id] = Request(
+            request_id,
+            number,
+            tokens.tolist(),
+            len(tokens),
+            options,
+            key_data,
+            lookup,
+        )
+        self._stats.prompt_tokens += len(tokens)
+        return request_id
+
+    def cancel(self, request_id: Hashable) -> None:
+        """End a request; the next ``step`` reports it. ``ValueError`` for an id that is not in use."""
+        if request_id not in self._scheduler.requests:
+            raise ValueError(f"request_id must be in use, got {request_id!r}")
+        self._scheduler.leave(self._scheduler.requests.pop(request_id))
+        self._cancelled.append(Output(request_id, [], True, "cancelled"))
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts so far."""
+        evictions = self._memory.slots.stats.evictions + self._memory.pages.stats.evictions
+        return dataclasses.replace(self._stats, evictions=evictions)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are running or waiting."""
+        return len(self._scheduler.requests)
+
+    def run(self, *, progress: bool = False) -> dict[Hashable, list[int]]:
+        """Step until nothing is left; the new tokens of each request that ended meanwhile. ``progress`` shows a bar."""
+        found: dict[Hashable, list[int]] = {}
+        with _progress(self, progress) as update:
+            while self._scheduler.requests or self._cancelled:
+                for output in self.step():
+                    found.setdefault(output.request_id, []).extend(output.tokens)
+                update()
+        return found
+
+    # steps
+
+    def step(self) -> list[Output]:
+        """One step; what it brought. An empty list when there is nothing to do.
+
+        Raises:
+          RuntimeError: an earlier step failed; its error is the cause. The engine's state can't be trusted any more.
+        """
+        if self._failure is not None:
+            raise RuntimeError("the engine stopped: an earlier step failed") from self._failure
+        try:
+            return self._step()
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _step(self) -> list[Output]:
+        outputs, self._cancelled = self._cancelled, []
+        work = self._scheduler.schedule()
+        if not work:
+            if self._scheduler.requests:
+                raise RuntimeError("no request can be scheduled although some are left")
+            self._settle()
+            return outputs
+        self._stats.steps += 1
+        rows, tokens = self._rows(work)
+        built = self._builder.build(rows, pending=self._pending)
+        padded = np.zeros((built.batch, built.tokens), np.int32)
+        for row, new in enumerate(tokens):
+            padded[row, : len(new)] = new
+        spec = built.metadata.spec
+        defer = spec is not None and not self._native and not built.may_cross
+        self._cache, read = run_step(
+            self.model.params,
+            *self._split(),
+            padded,
+            built.metadata,
+            self._sampling(work, rows.num_draft, built.batch),
+            config=self.config,
+            speculative=self.speculative,
+            defer=defer,
+            implementation=self._implementation,
+        )
+        self._pending = None
+        if defer:
+            real = [work[row][0].id for row in spec.request_rows if row < built.batch]
+            self._pending = tuple(real) + (None,) * (len(spec.request_rows) - len(real))
+        self._scheduler.look_ahead()  # while the device works
+        return outputs + self._finish(work, rows, np.asarray(read), spec)
+
+    def _rows(self, work) -> tuple[Rows, list[list[int]]]:
+        requests = [request for request, _, _ in work]
+        tokens = [
+            request.tokens[request.computed : request.computed + query]
+            if drafts is None
+            else request.tokens[-1:] + drafts
+            for request, query, drafts in work
+        ]
+        align = self.options.mode == "align"
+        flags = [self._memory.shared(request.held) for request in requests]
+        no_draft = -1 if self.speculative is None else 0
+        rows = Rows(
+            query_lengths=np.asarray([query for _, query, _ in work]),
+            num_computed=np.asarray([request.computed for request in requests]),
+            is_prefilling=np.asarray([drafts is None for _, _, drafts in work]),
+            num_draft=np.asarray([-1 if d is None else len(d) or no_draft for _, _, d in work]),
+            slots=None if align or self._native else np.asarray([r.held.slots[0] for r in requests]),
+            row_slots=np.asarray([r.held.slots for r in requests]) if self._native else None,
+            last_accepted=np.asarray([r.last_accepted for r in requests]),
+            block_table=np.stack([r.held.table for r in requests]) if align else None,
+            shared=np.stack([columns for columns, _ in flags]) if align else None,
+            pages=np.stack([r.held.pages for r in requests]),
+            shared_pages=np.stack([pages for _, pages in flags]),
+            request_ids=tuple(r.id for r in requests),
+        )
+        return rows, tokens
+
+    def _sampling(self, work, num_draft, batch: int) -> RowSampling:
+        requests = [request for request, _, _ in work]
+
+        def padded(values, dtype):
+            out = np.zeros((batch, *np.shape(values)[1:]), dtype)
+            out[: len(requests)] = values
+            return out
+
+        def optional(name, neutral, dtype):
+            values = [getattr(r.options, name) for r in requests]
+            if all(value is None for value in values):
+                return None
+            values += [None] * (batch - len(values))
+            return np.asarray([neutral if value is None else value for value in values], dtype)
+
+        return RowSampling(
+            key_data=padded([r.key_data for r in requests], np.uint32),
+            emitted=padded([r.emitted for r in requests], np.int32),
+            temperature=padded([r.options.temperature for r in requests], np.float32),
+            top_k=optional("top_k", self.config.vocab_size, np.int32),
+            top_p=optional("top_p", 1.0, np.float32),
+            num_draft=padded(np.maximum(num_draft, 0), np.int32),
+            first=padded([drafts is None for _, _, drafts in work], bool),
+        )
+
+    def _finish(self, work, rows: Rows, read: np.ndarray, spec) -> list[Output]:
+        outputs = []
+        verified = set() if spec is None else set(spec.request_rows.tolist())
+        for row, (request, query, drafts) in enumerate(work):
+            before, count = request.computed, int(read[row, -2])
+            self._stats.computed += query
+            samples = drafts is not None or (before + query == request.prompt and not request.emitted)
+            if row in verified:
+                given = [np.asarray([x]) for x in (before, query, count, request.last_accepted)]
+                after = postprocess(self._builder.base, *given)
+                request.computed, request.last_accepted = int(after.num_computed[0]), int(after.last_accepted[0])
+            else:
+                request.computed += query
+            new, reason = self._ends(request, read[row, :count].tolist() if samples else [])
+            if samples and reason is None and read[row, -1]:
+                reason = "nan"
+            request.tokens += new
+            if request.lookup is not None:
+                request.lookup.extend(new)
+            if drafts is not None and self.speculative is not None:
+                self._stats.verified += 1
+                self._stats.drafted += len(drafts)
+                self._stats.accepted += max(len(new) - 1, 0)
+            self._stats.generated += len(new)
+            # past a stop token the cache holds tokens that are not in the text: those blocks are nobody's prefix
+            self._memory.advance(request.held, request.tokens, before, min(request.computed, len(request.tokens)))
+            if reason is not None:
+                self._scheduler.leave(self._scheduler.requests.pop(request.id))
+                self._stats.finished += 1
+            if new or reason is not None:
+                outputs.append(Output(request.id, new, reason is not None, reason))
+        return outputs
+
+    @staticmethod
+    def _ends(request: Request, new: list[int]) -> tuple[list[int], str | None]:
+        """``new`` up to a stop token or the limit, and which of them it was."""
+        for i, token in enumerate(new):
+            if token in request.options.stop_tokens:
+                return new[: i + 1], "stop"
+            if request.emitted + i + 1 >= request.options.max_new_tokens:
+                return new[: i + 1], "length"
+        return new, None
+
+    def _split(self) -> tuple[Cache, PendingCommit | None]:
+        return dataclasses.replace(self._cache, pending=None), self._cache.pending
+
+    def _settle(self) -> None:
+        """Write a commit that is still pending when there is nothing left to do."""
+        if self._cache.pending is not None:
+            self._cache = fold(
+                self.model.params, *self._split(), config=self.config, implementation=self._implementation
+            )
+        self._pending = None
+
+    def warm_up(self, *, max_rows: int | None = None) -> int:
+        """Compile ahead of time: for each number of rows up to ``max_requests`` (or ``max_rows``), decodes or verifies,
+        and prompts, fresh and continued, of each bucket of lengths. Runs on null rows, so nothing changes.
+
+        Returns how many programs were run.
+        """
+        count = 0
+        for built, num_draft, defer in compositions(
+            self._builder, max_rows or self.max_requests, self.max_tokens_per_step
+        ):
+            zeros = np.zeros((built.batch, *self._key_shape), np.uint32)
+            flat = np.zeros(built.batch, np.int32)
+            sampling = RowSampling(zeros, flat, flat.astype(np.float32), None, None, num_draft, flat.astype(bool))
+            self._settle()
+            self._cache, _ = run_step(
+                self.model.params,
+                *self._split(),
+                np.zeros((built.batch, built.tokens), np.int32),
+                built.metadata,
+                sampling,
+                config=self.config,
+                speculative=self.speculative,
+                defer=defer,
+                implementation=self._implementation,
+            )
+            count += 1
+        self._settle()
+        return count
+
+
+@contextlib.contextmanager
+def _progress(engine: Engine, shown: bool):
+    """A bar of finished requests on the terminal, or nothing; yields what to call after a step."""
+    if not shown:
+        yield lambda: None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeElapsedColumn()) as bar:
+        total = engine.unfinished
+        task = bar.add_task("", total=total)
+
+        def update():
+            stats = engine.stats
+            text = f"{stats.generated:,} tokens, {stats.steps:,} steps, {stats.preemptions} preempted"
+            bar.update(task, completed=total - engine.unfinished, description=text)
+
+        yield update
