@@ -8,7 +8,7 @@ from kda_jax.bench import kernels
 from kda_jax.bench.operations import Shape
 from kda_jax.cli import main
 
-SMALL = ("--shape", "B=2,H=2,HV=4,K=16,V=24,W=3", "--pool-mib", "1", "--repeats", "1", "--seconds", "1e-9")
+SMALL = ("--shape", "B=2,H=2,HV=4,K=16,V=24,W=3", "--pool-mib", "1", "--repeats", "1", "--steps", "4")
 
 
 def test_every_operation_has_a_row_on_every_implementation_that_runs_here(capsys, tmp_path):
@@ -42,7 +42,7 @@ def test_the_shapes_to_compare_by():
     assert kernels.DEFAULT_SHAPES[0] == Shape(B=1, H=32, W=8)
 
 
-@pytest.mark.parametrize(("option", "value"), [("--seconds", "0"), ("--repeats", "0"), ("--shape", "B=two")])
+@pytest.mark.parametrize(("option", "value"), [("--steps", "0"), ("--repeats", "0"), ("--shape", "B=two")])
 def test_refusals(capsys, option, value):
     assert main(["bench", "kernels", option, value]) != 0
     assert option in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Kernels beside XLA: what each operation on a slot pool takes, from raw inputs to outputs, on every route there is.
 
-Everything runs inside one compiled loop with the pool as its carry. Pools are several times a cache and steps walk over
+Everything runs inside one compiled loop with the pool as its carry, its length known to the compiler: a loop that asks
+the host whether to go on adds microseconds to every step. Pools are several times a cache and steps walk over
 their slots, so states are cold; windows are full and acceptance runs through 1..W, differently for each row and step;
 preparation of operands counts. A time is the median of several loops. The bytes are those that must move at the mean
 acceptance: each state, record and activation read once, written once; the floor is those bytes at the copy bandwidth
@@ -8,6 +9,7 @@ measured here.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -25,8 +27,8 @@ from rich.table import Table
 from kda_jax import ops
 from kda_jax.accounting import format_bytes
 from kda_jax.bench import machine
-from kda_jax.bench.operations import CONV_WIDTH, INPUT_SETS, Maker, Shape, copy_bandwidth
-from kda_jax.checks import check_choice, check_integer, check_number
+from kda_jax.bench.operations import CONV_WIDTH, INPUT_SETS, Maker, Shape
+from kda_jax.checks import check_choice, check_integer
 from pallas_kernels import routes
 
 # (requests, heads, window) at K = V = 128
@@ -34,7 +36,6 @@ DEFAULT_SHAPES = tuple(
     Shape(B=B, H=H, W=W)
     for B, H, W in ((1, 32, 8), (8, 32, 8), (64, 32, 4), (64, 32, 8), (1, 96, 8), (16, 96, 8), (128, 12, 8))
 )
-MAX_STEPS = 1 << 20
 
 
 class Case(NamedTuple):
@@ -224,7 +225,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of activations")
     parser.add_argument("--repeats", type=int, default=7, help="timed loops of each row (default %(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.05, help="at least, for a loop (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="calls in a loop (default %(default)s)")
     parser.add_argument("--pool-mib", type=int, default=256, help="size of the pool, at least (default %(default)s)")
     parser.add_argument("--output", type=Path, metavar="F", help="write the JSON object to this file too")
 
@@ -233,10 +234,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Run ``kda-jax bench kernels``; the report that ``--json`` prints. Seconds and bytes."""
     check_integer("--repeats", args.repeats, 1)
     check_integer("--pool-mib", args.pool_mib, 1)
-    check_number("--seconds", args.seconds, above=0)
+    check_integer("--steps", args.steps, 1)
     check_choice("--dtype", args.dtype, ("float32", "bfloat16"))
     shapes = [Shape.parse(text) for text in args.shape] if args.shape else DEFAULT_SHAPES
-    bandwidth = copy_bandwidth(args.pool_mib << 20, args.repeats)
+    bandwidth = _copy_bandwidth(args)
     rows = []
     for shape in shapes:
         for name in args.ops:
@@ -258,11 +259,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "state_dtype": "float32",
         "copy_bytes_per_second": bandwidth,
         "pool_mib": args.pool_mib,
+        "steps": args.steps,
         "rows": rows,
     }
     if args.output is not None:
         args.output.write_text(json.dumps(report, indent=1) + "\n")
     return report
+
+
+def _copy_bandwidth(args: argparse.Namespace) -> float:
+    """Bytes read and written per second when an fp32 array of the pool's size is updated in place, in the same loop."""
+    array = jnp.zeros(args.pool_mib << 18, jnp.float32)
+    inputs = jnp.ones((INPUT_SETS,), jnp.float32)
+    case = Case(lambda x, carry, slots, accepted: carry + x, inputs, array, 2 * array.nbytes, ())
+    return case.moved / _time(case, Shape(), "xla", args)
 
 
 def _runs(case: Case, route: str, s: Shape, dtype: str) -> bool:
@@ -280,9 +290,10 @@ def _time(case: Case, s: Shape, implementation: str, args: argparse.Namespace) -
     inputs = [jax.tree.map(lambda x, i=i: x[i], case.inputs) for i in range(INPUT_SETS)]
     groups = (jax.tree.leaves(case.carry)[-1].shape[0] - 1) // s.B
     row = jnp.arange(s.B, dtype=jnp.int32)
+    pairs = -(-args.steps // INPUT_SETS)
 
     @functools.partial(jax.jit, donate_argnums=1)
-    def loop(inputs, carry, steps):
+    def loop(inputs, carry):
         def pair(i, carry):
             for which, x in enumerate(inputs):
                 x, step = jax.lax.optimization_barrier((x, i * INPUT_SETS + which))  # nothing leaves the loop
@@ -290,28 +301,16 @@ def _time(case: Case, s: Shape, implementation: str, args: argparse.Namespace) -
                 carry = case.call(x, carry, slots.astype(jnp.int32), 1 + (5 * step + 3 * row) % s.W)
             return carry
 
-        return jax.lax.fori_loop(0, steps, pair, carry)
+        return jax.lax.fori_loop(0, pairs, pair, carry)
 
-    def run(carry, steps):
+    with contextlib.nullcontext() if implementation == "xla" else routes.only(implementation):
+        compiled = loop.lower(inputs, case.carry).compile()
+    carry, found = compiled(inputs, jax.tree.map(jnp.copy, case.carry)), []
+    for _ in range(args.repeats):
+        jax.block_until_ready(carry)
         start = time.perf_counter()
-        carry = jax.block_until_ready(compiled(inputs, carry, jnp.int32(steps)))
-        return carry, time.perf_counter() - start
-
-    if implementation == "xla":
-        compiled = loop.lower(inputs, case.carry, jnp.int32(1)).compile()
-    else:
-        with routes.only(implementation):
-            compiled = loop.lower(inputs, case.carry, jnp.int32(1)).compile()
-    carry, _ = run(jax.tree.map(jnp.copy, case.carry), 1)
-    carry, empty = run(carry, 0)
-    steps, found = 1, []
-    while len(found) < args.repeats:
-        carry, seconds = run(carry, steps)
-        seconds = max(seconds - empty, 1e-9)
-        if seconds < args.seconds and steps < MAX_STEPS:
-            steps, found = min(MAX_STEPS, steps * max(2, min(64, int(args.seconds / seconds)))), []
-        else:
-            found.append(seconds / (steps * INPUT_SETS))
+        carry = jax.block_until_ready(compiled(inputs, carry))
+        found.append((time.perf_counter() - start) / (pairs * INPUT_SETS))
     return statistics.median(found)
 
 
