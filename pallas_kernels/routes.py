@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import jax
 
 ROUTES = ("mosaic", "triton", "tpu")  # in the order of preference
+ON_REQUEST = ("tpu",)  # never run on a device yet: only where kernels are asked for
 _only: list[str] = []
 
 
@@ -42,16 +43,17 @@ def only(name: str) -> Iterator[None]:
         _only.pop()
 
 
-def compiled(op: str, **case) -> Route | None:
+def compiled(op: str, *, asked: bool = False, **case) -> Route | None:
     """The best route that runs ``op`` compiled on the default device, or None.
 
     Args:
       op: name of the function, such as ``"verify"``.
+      asked: whether a kernel was asked for; otherwise routes that no device has run are left out.
       case: ``K``, ``V``, ``W``, ``dtype`` (of activations) and ``state_dtype``.
     """
     device = default_device()
     for name in _only[-1:] or ROUTES:
-        if _runs_on(name, device):
+        if _runs_on(name, device) and (asked or name not in ON_REQUEST):
             module = _module(name)
             if module is not None and _refusal(module, op, case, device.device_kind) is None:
                 return Route(name, module)

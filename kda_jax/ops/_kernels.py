@@ -17,7 +17,7 @@ def find_kernel(operation: str, implementation: str | None, **case):
     if implementation == "xla":
         return None
     op = operation.removeprefix("kda_")
-    route = routes.compiled(op, **case)
+    route = routes.compiled(op, asked=implementation == "pallas", **case)
     if route is None and implementation == "pallas":
         route = routes.interpreted(op, **case)
         if isinstance(route, str):

@@ -35,8 +35,8 @@ def on(monkeypatch):
     return pretend
 
 
-def found(**case):
-    route = routes.compiled("verify", **(CASE | case))
+def found(asked=False, **case):
+    route = routes.compiled("verify", asked=asked, **(CASE | case))
     return None if route is None else route.name
 
 
@@ -73,8 +73,10 @@ def test_no_route(on, where):
 
 
 def test_tpu(on):
+    """Its kernels have run on none: only where they are asked for."""
     on(device("tpu", None, "TPU v5 lite"))
-    assert found() == "tpu"
+    assert found() is None
+    assert found(asked=True) == "tpu"
 
 
 def test_one_route_only(on):
