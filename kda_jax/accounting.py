@@ -4,10 +4,10 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
 from rich.console import Group
 from rich.table import Table
 
+from kda_jax.cache_layout import CacheLayout, CacheSizes
 from kda_jax.checks import check_integer
 from kda_jax.config import ModelConfig
 from kda_jax.layers.params import KDAParams, LayerParams, MLPParams, abstract_params
@@ -93,14 +93,11 @@ def account(config: ModelConfig, *, window: int = 8) -> Account:
     State is counted in the activation dtype ``config.dtype``, recurrent states and corrections in fp32.
     """
     check_integer("window", window, 1)
-    L, H, HV = config.num_kda_layers, config.kda_num_heads, config.kda_num_value_heads
-    K, V = config.kda_key_dim, config.kda_value_dim
-    item = jnp.dtype(config.dtype).itemsize
-    state = L * HV * V * K * 4
-    record = L * (HV * V * 4 + H * K * item + HV * K * item)  # correction, key, raw gate
-    history = L * (config.conv_width - 1) * config.conv_channels * item
+    layout = CacheLayout.from_sizes(CacheSizes.from_config(config), window=window, dtype=config.dtype)
+    nbytes = {part.name: part.nbytes for part in layout.states}
+    state, history = nbytes["state"], nbytes["conv"]
     return Account(
-        num_kda_layers=L,
+        num_kda_layers=config.num_kda_layers,
         num_mla_layers=config.num_mla_layers,
         num_dense_layers=config.ffn_kinds.count("dense"),
         num_moe_layers=config.ffn_kinds.count("moe"),
@@ -108,14 +105,14 @@ def account(config: ModelConfig, *, window: int = 8) -> Account:
         parts=_parts(config),
         recurrent_bytes=state,
         conv_bytes=history,
-        latent_bytes_per_token=config.num_mla_layers * config.latent_dim * item,
+        latent_bytes_per_token=nbytes["latents"],
         window=Window(
             size=window,
             native_states=window * state,
             native_histories=(window - 1) * history,
             recover_states=state,
-            recover_records=window * record,
-            conv_inputs=window * L * config.conv_channels * item,
+            recover_records=nbytes["correction"] + nbytes["key"] + nbytes["raw_gate"],
+            conv_inputs=nbytes["conv_inputs"],
         ),
     )
 

@@ -7,9 +7,12 @@ weight is read.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+import jax.numpy as jnp
+
 from kda_jax.checks import IMPLEMENTATIONS, check_bool, check_choice, check_integer
 from kda_jax.config import ModelConfig
 from kda_jax.ops._checks import choose
+from kda_jax.ops._kernels import find_kernel
 from kda_jax.options import SpeculativeOptions
 
 DEFAULT_PAGE = 64
@@ -99,7 +102,7 @@ def check_serving(
       pipeline_stages: parts the layers are split into. With recovery only 1: a commit reaches all layers at once.
       drafter_vocab, drafter_hidden, tap_layers: what a drafter that reads the target's hidden states was made for;
         layers count from 0.
-      implementation: of the operations.
+      implementation: of the operations; a kernel must exist for the model's dtype and head sizes, and for prompts.
 
     Raises:
       ValueError: naming the argument, what it was and what is allowed.
@@ -135,8 +138,13 @@ def check_serving(
         if not 0 <= layer < layers:
             raise ValueError(f"tap_layers must be in [0, {layers}), got {layer}")
     check_choice("implementation", implementation, IMPLEMENTATIONS)
-    for operation in ("kda_decode", "kda_verify", "kda_commit"):
-        choose(operation, implementation)
+    sizes = {"K": config.kda_key_dim, "V": config.kda_value_dim, "W": 1 if speculative is None else speculative.window}
+    dtypes = {"dtype": jnp.dtype(config.dtype), "state_dtype": jnp.dtype(cache.state_dtype)}
+    if config.num_kda_layers:
+        for operation in ("kda_decode", "kda_verify", "kda_commit"):
+            find_kernel(operation, implementation, **sizes, **dtypes)
+        for operation in ("conv_prefill", "kda_chunked"):  # prompts
+            choose(operation, implementation)
 
 
 def _check_mesh(config: ModelConfig, mesh_shape: Mapping[str, int]) -> None:

@@ -259,7 +259,7 @@ class Engine:
         for row, new in enumerate(tokens):
             padded[row, : len(new)] = new
         spec = built.metadata.spec
-        defer = spec is not None and not self._native and not built.may_cross
+        defer = built.may_defer
         self._cache, read = run_step(
             self.model.params,
             *self._split(),
@@ -273,7 +273,7 @@ class Engine:
         )
         self._pending = None
         if defer:
-            real = [work[row][0].id for row in spec.request_rows if row < built.batch]
+            real = [work[row].request.id for row in spec.request_rows if row < built.batch]
             self._pending = tuple(real) + (None,) * (len(spec.request_rows) - len(real))
         self._scheduler.look_ahead()  # while the device works
         return outputs + self._finish(work, rows, np.asarray(read), spec)
@@ -287,7 +287,7 @@ class Engine:
             for request, query, drafts in work
         ]
         align = self.options.mode == "align"
-        flags = [self._memory.shared(request.held) for request in requests]
+        flags = [self._memory.shared(request.held, request.computed, query) for request, query, _ in work]
         no_draft = -1 if self.speculative is None else 0
         rows = Rows(
             query_lengths=np.asarray([query for _, query, _ in work]),
@@ -331,18 +331,19 @@ class Engine:
         )
 
     def _finish(self, work, rows: Rows, read: np.ndarray, spec) -> list[Output]:
-        outputs = []
-        verified = set() if spec is None else set(spec.request_rows.tolist())
+        outputs, size = [], len(work)
+        counts, lengths = read[:size, -2], rows.query_lengths
+        after = postprocess(self._builder.base, rows.num_computed, lengths, counts, rows.last_accepted)
+        verified = np.zeros(read.shape[0] + 1, bool)
+        if spec is not None:
+            verified[spec.request_rows] = True  # null rows: one past the batch
+        computed = np.where(verified[:size], after.num_computed, rows.num_computed + lengths)
+        accepted = np.where(verified[:size], after.last_accepted, rows.last_accepted)
         for row, (request, query, drafts) in enumerate(work):
-            before, count = request.computed, int(read[row, -2])
+            before, count = request.computed, int(counts[row])
             self._stats.computed += query
             samples = drafts is not None or (before + query == request.prompt and not request.emitted)
-            if row in verified:
-                given = [np.asarray([x]) for x in (before, query, count, request.last_accepted)]
-                after = postprocess(self._builder.base, *given)
-                request.computed, request.last_accepted = int(after.num_computed[0]), int(after.last_accepted[0])
-            else:
-                request.computed += query
+            request.computed, request.last_accepted = int(computed[row]), int(accepted[row])
             new, reason = self._ends(request, read[row, :count].tolist() if samples else [])
             if samples and reason is None and read[row, -1]:
                 reason = "nan"

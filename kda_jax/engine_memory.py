@@ -118,13 +118,17 @@ class Memory:
             self.slots.free(held.table[dead].tolist())
             held.table[dead] = 0
 
-    def shared(self, held: Held) -> tuple[np.ndarray, np.ndarray]:
-        """Which columns and pages somebody else would see a write to; bool, shaped as ``table`` and ``pages``."""
-        shared = [np.zeros(len(x), bool) for x in (held.table, held.pages)]
-        for flags, table, pool in zip(shared, (held.table, held.pages), (self.slots, self.pages), strict=True):
-            for i in np.flatnonzero(table):
-                flags[i] = pool.is_shared(int(table[i]))
-        return shared[0], shared[1]
+    def shared(self, held: Held, computed: int, query: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of the columns and pages that a step writes, those where somebody else would see it; bool, shaped as
+        ``table`` and ``pages``, False elsewhere."""
+        found = []
+        for table, pool, size in ((held.table, self.slots, self.block_size), (held.pages, self.pages, self.page_size)):
+            flags = np.zeros(len(table), bool)
+            if len(table):
+                for i in range(computed // size, columns_needed(computed, query, size)):
+                    flags[i] = pool.is_shared(int(table[i]))
+            found.append(flags)
+        return found[0], found[1]
 
     def release(self, held: Held) -> None:
         """Give everything back. Published blocks stay findable until they are evicted."""

@@ -70,8 +70,8 @@ def run_step(
     if left is not None:
         accepted = jnp.take(count, metadata.spec.request_rows, mode="clip")
         plan = model.plan_rows(metadata.spec, accepted)
-        if defer:  # the host has seen that no row can reach a block end
-            cache = model.defer(cache, left, dataclasses.replace(plan, writes_boundaries=False))
+        if defer:
+            cache = model.defer(cache, left, plan)
         else:
             cache = model.commit(params, config, cache, left, plan, implementation=implementation)
     return cache, jnp.concatenate([out, count[:, None], nan[:, None].astype(jnp.int32)], axis=1)

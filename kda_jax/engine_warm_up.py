@@ -1,12 +1,9 @@
 """The steps an engine compiles ahead of time, made of null rows: the shapes of real ones, and nothing to do."""
 
-import dataclasses
 from collections.abc import Iterator
 
-import jax
 import numpy as np
 
-from kda_jax.metadata import StepMetadata
 from kda_jax.metadata_builder import Built, MetadataBuilder, Rows
 from kda_jax.ops._couplings import next_power_of_two
 
@@ -53,12 +50,4 @@ def _null(builder: MetadataBuilder, count: int, query: int, prefilling: bool, dr
             pages=np.repeat(one, pages, axis=1) if base.page_size is not None else None,
         )
     )
-    groups = {name: getattr(built.metadata, name) for name in ("prefill", "decode", "spec")}
-    null = {
-        name: dataclasses.replace(
-            jax.tree.map(np.zeros_like, rows), request_rows=np.full_like(rows.request_rows, built.batch)
-        )
-        for name, rows in groups.items()
-        if rows is not None
-    }
-    return built._replace(metadata=StepMetadata(**null))
+    return built._replace(metadata=built.metadata.nulled(built.batch))

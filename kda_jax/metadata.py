@@ -10,6 +10,7 @@ slots are 0, lengths are 0.
 import dataclasses
 
 import jax
+import numpy as np
 
 from kda_jax.ops.plan import AlignRows
 
@@ -89,6 +90,17 @@ class StepMetadata:
     def window(self) -> int:
         """Logit rows a request gets: the window where there are speculative rows, else 1."""
         return 1 if self.spec is None else self.spec.window
+
+    def nulled(self, batch: int) -> "StepMetadata":
+        """The same step, a numpy one over ``batch`` rows, made of null rows: the same shapes, and nothing to do."""
+
+        def null(rows):
+            if rows is None:
+                return None
+            request_rows = np.full_like(rows.request_rows, batch)
+            return dataclasses.replace(jax.tree.map(np.zeros_like, rows), request_rows=request_rows)
+
+        return StepMetadata(null(self.prefill), null(self.decode), null(self.spec))
 
     def count(self, group: str, batch: int) -> int:
         """Real rows of ``group`` ("prefill", "decode" or "spec") of a concrete step over ``batch`` rows."""

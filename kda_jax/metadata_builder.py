@@ -86,16 +86,21 @@ class BuilderBase:
 class Built(NamedTuple):
     """One step. ``metadata`` has numpy leaves; ``batch`` and ``tokens`` are the bucketed shape of the token array.
 
-    ``may_cross``: some speculative row can reach a block boundary in this step, so its commit can't be deferred into
-    another verify. ``must_fold``: a pending commit concerns a row that this step's verify does not read; ``step``
+    ``must_fold``: a pending commit concerns a row that this step's verify does not read; ``step``
     writes it first.
     """
 
     metadata: StepMetadata
     batch: int
     tokens: int
-    may_cross: bool
     must_fold: bool
+
+    @property
+    def may_defer(self) -> bool:
+        """The commit of this step's speculative rows can wait for the next verify: they leave records, and none can
+        reach a block boundary, whose state is written at once."""
+        spec = self.metadata.spec
+        return spec is not None and spec.target_slots is None and (spec.align is None or not spec.align.may_cross)
 
 
 class Rows(NamedTuple):
@@ -147,22 +152,23 @@ class MetadataBuilder:
         rows, ids = self._checked(rows)
         spec, decode, prefill = self._classify(rows, ids)
         self._check_memory(rows, ids, spec)
+        if self.base.page_size is None and self.base.config.num_mla_layers:
+            for group in (spec, decode, prefill):
+                if len(group) and not np.array_equal(group, np.arange(len(ids))):
+                    which = f"rows {group.tolist()} of {len(ids)}"
+                    raise ValueError(f"pages must be given where a group is not the whole batch, got {which}")
         batch = self._rows(len(ids))
         width = int(max([1, *rows.query_lengths[prefill]])) if len(prefill) else 1
         tokens = max(width, self.base.window if len(spec) else 1, self.base.smallest.tokens)
         source, target = self._slots(rows)
         fold, must_fold = self._fold(ids, spec, pending, named)
-        may_cross = False
-        if self.base.mode == "align" and len(spec):
-            c, block = rows.num_computed[spec], self.base.block_size
-            may_cross = bool((c + rows.query_lengths[spec] >= (c // block + 1) * block).any())
         metadata = StepMetadata(
             prefill=self._prefill_rows(rows, prefill, source, target, batch) if len(prefill) else None,
             decode=self._decode_rows(rows, decode, target, batch) if len(decode) else None,
             spec=self._spec_rows(rows, spec, source, fold, batch) if len(spec) else None,
             copies=self._copies(decode, source, target),
         )
-        return Built(metadata, batch, next_power_of_two(tokens), may_cross, must_fold)
+        return Built(metadata, batch, next_power_of_two(tokens), must_fold)
 
     def _rows(self, count: int) -> int:
         return next_power_of_two(max(count, self.base.smallest.rows))
@@ -353,9 +359,11 @@ class MetadataBuilder:
             targets[: len(group)] = rows.row_slots[group, : base.window]
         if base.mode == "align":
             # columns up to the one that holds the window's last token, so that the width follows the longest row
-            needed = (rows.num_computed + rows.query_lengths)[group].max() - 1
-            table = self._table(rows.block_table, group, int(needed) // base.block_size + 1)
-            align = AlignRows(table, self._padded(rows.num_computed, group), base.block_size)
+            block, start = base.block_size, rows.num_computed[group]
+            end = start + rows.query_lengths[group]
+            table = self._table(rows.block_table, group, int(end.max() - 1) // block + 1)
+            may_cross = bool((end >= (start // block + 1) * block).any())
+            align = AlignRows(table, self._padded(rows.num_computed, group), block, may_cross)
         return SpecRows(
             request_rows=self._padded(group, group, fill=batch),
             lengths=self._padded(rows.query_lengths, group),

@@ -18,7 +18,7 @@ from kda_jax.layers import kda, mla
 from kda_jax.layers.block import embed, feed_forward, head
 from kda_jax.layers.linear import rms_norm
 from kda_jax.layers.params import LayerParams, ModelParams
-from kda_jax.metadata import DecodeRows, Fold, PrefillRows, SpecRows, StepMetadata
+from kda_jax.metadata import DecodeRows, PrefillRows, SpecRows, StepMetadata
 from kda_jax.step import commit, defer, fold, keep_path, plan_rows, step
 
 __all__ = [
@@ -151,7 +151,6 @@ def verify(
     cache: Cache,
     slots,
     *,
-    folds: bool = False,
     implementation=None,
 ):
     """A window a row, leaving states untouched.
@@ -161,13 +160,12 @@ def verify(
       computed: int [B], tokens already committed. Latents are written at and after that position; those of rejected
         tokens are overwritten by the next step before anything reads them.
       slots: int [B], checkpoints; 0 for a null row.
-      folds: the cache's pending commit, of the same rows, is folded by this verify (else before it).
 
     Returns:
       Logits fp32 [B, W, vocab], the cache (states and histories unchanged but for a pending commit), and the
       ``StepRecords`` to commit.
     """
-    return _verify(params, config, tokens, lengths, computed, cache, slots, None, folds, implementation)
+    return _verify(params, config, tokens, lengths, computed, cache, slots, None, implementation)
 
 
 def verify_native(
@@ -187,17 +185,16 @@ def verify_native(
     Other arguments and results as ``verify``; ``StepRecords.records`` is None, and ``commit`` moves the histories only:
     its plan's ``final_slot`` is the slot of the last committed token.
     """
-    return _verify(params, config, tokens, lengths, computed, cache, source_slots, target_slots, False, implementation)
+    return _verify(params, config, tokens, lengths, computed, cache, source_slots, target_slots, implementation)
 
 
-def _verify(params, config, tokens, lengths, computed, cache, slots, target_slots, folds, implementation):
+def _verify(params, config, tokens, lengths, computed, cache, slots, target_slots, implementation):
     rows = SpecRows(
         _whole_batch(slots),
         jnp.where(slots > 0, lengths, 0),
         computed,
         slots,
         target_slots=target_slots,
-        fold=Fold() if folds else None,
         window=tokens.shape[1],
     )
     return step(params, config, cache, tokens, StepMetadata(spec=rows), implementation=implementation)

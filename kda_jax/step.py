@@ -126,8 +126,6 @@ def _records(work, cache: Cache, spec: SpecRows | None) -> StepRecords | None:
 
 def _pending_of(spec: SpecRows, pending: PendingCommit) -> PendingCommit:
     """The pending commit in the order of the rows that continue it; a row that continues none commits nothing."""
-    if pending.plan.writes_boundaries:
-        raise ValueError("metadata.spec.fold: a pending commit that writes boundaries is folded before the step")
     rows = spec.fold.rows
     if rows is None:
         return pending
@@ -302,6 +300,8 @@ def defer(cache: Cache, left: StepRecords, plan) -> Cache:
         raise ValueError("cache has a pending commit already; a step or fold() writes it")
     if left.records is None:
         raise ValueError("left.records must be given: states written natively are committed at once")
+    if plan.writes_boundaries:
+        raise ValueError("plan.writes_boundaries must be False: states at block boundaries are written at once")
     return dataclasses.replace(cache, pending=PendingCommit(left, plan))
 
 

@@ -67,6 +67,11 @@ def test_accepted_cache_options():
         ({"drafter_hidden": 23}, "drafter_hidden must be the target's hidden_size=24, got 23"),
         ({"tap_layers": (0, 3)}, r"tap_layers must be in \[0, 3\), got 3"),
         ({"implementation": "cuda"}, "implementation must be one of None, 'xla', 'pallas', got 'cuda'"),
+        (
+            {"implementation": "pallas", "config": dataclasses.replace(TINY, kda_key_dim=257)},
+            "implementation='pallas': kda_decode has no kernel for these arguments: .*257",
+        ),
+        ({"implementation": "pallas"}, "implementation='pallas': conv_prefill has no such kernel"),
         ({"config": None}, "config must be a ModelConfig, got NoneType"),
         ({"cache": "align"}, "cache must be CacheOptions, got str"),
         ({"speculative": "ngram"}, "speculative must be SpeculativeOptions or None, got str"),

@@ -1,5 +1,7 @@
 """Steps built from host arrays: expected arrays written out, and the rules against a row-by-row reference."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,13 +15,14 @@ from kda_jax.metadata import Fold, StepMetadata
 from kda_jax.metadata_builder import BuilderBase, MetadataBuilder, Rows, postprocess
 from tests.tiny import TINY
 
+CONFIG = dataclasses.replace(TINY, mixer_kinds=("kda",) * 3)  # no latents: groups need no pages
 NAMES = ("first", "second", "third")
 W = 4
 
 
 def make(**options):
-    layout = CacheLayout.from_sizes(CacheSizes.from_config(TINY), window=W, dtype="float32")
-    return MetadataBuilder(BuilderBase(TINY, NAMES, layout, **options))
+    layout = CacheLayout.from_sizes(CacheSizes.from_config(CONFIG), window=W, dtype="float32")
+    return MetadataBuilder(BuilderBase(options.pop("config", CONFIG), NAMES, layout, **options))
 
 
 RECOVER, NATIVE, PLAIN = make(window=W), make(window=W, recover=False), make()
@@ -49,7 +52,7 @@ def same(found, **expected):
 
 def test_the_base_keeps_everything_it_is_given():
     base = RECOVER.base
-    assert (base.config, base.layer_names, base.window, base.recover, base.mode) == (TINY, NAMES, W, True, "none")
+    assert (base.config, base.layer_names, base.window, base.recover, base.mode) == (CONFIG, NAMES, W, True, "none")
     assert base.layout.state("correction").shape[1] == W
     with pytest.raises(ValueError, match="base must be a BuilderBase, got NoneType"):
         MetadataBuilder(None)
@@ -213,9 +216,24 @@ def test_columns_of_an_aligned_verify():
     built = ALIGN.build(rows([4], [14], [0], [3], block_table=table(5, 6, 7, 0)))
     same(built.metadata.spec, slots=[6], computed=[14])
     same(built.metadata.spec.align, block_table=[[5, 6, 7, 0]], num_computed=[14], block_size=8)
-    assert built.may_cross
-    assert not ALIGN.build(rows([2], [12], [0], [1], block_table=table(5, 6))).may_cross
-    assert ALIGN.build(rows([4], [12], [0], [3], block_table=table(5, 6))).may_cross  # ends on the boundary
+    assert built.metadata.spec.align.may_cross
+    assert not built.may_defer
+    stays = ALIGN.build(rows([2], [12], [0], [1], block_table=table(5, 6)))
+    assert not stays.metadata.spec.align.may_cross
+    assert stays.may_defer
+    assert not ALIGN.build(rows([4], [12], [0], [3], block_table=table(5, 6))).may_defer  # ends on the boundary
+    assert RECOVER.build(rows([2], [12], [0], [1])).may_defer
+    assert not NATIVE.build(native([2], [12], [0], [1], [1])).may_defer
+    assert not RECOVER.build(rows([2], [12], [1], [-1])).may_defer
+
+
+def test_latents_without_pages_need_the_whole_batch_in_order():
+    builder = make(config=TINY, window=W)
+    same(builder.build(rows([2, 3], [5, 6], [0, 0], [1, 2])).metadata.spec, pages=None, lengths=[2, 3])
+    for query, prefilling in (([0, 2], [0, 0]), ([2, 2], [1, 0])):
+        draft = [-1 if p or not q else q - 1 for q, p in zip(query, prefilling, strict=True)]
+        with pytest.raises(ValueError, match=r"pages must be given where a group is not the whole batch, got rows \["):
+            builder.build(rows(query, [5, 6], prefilling, draft))
 
 
 def test_a_complete_block_is_read_where_it_is_shared_and_never_written():

@@ -9,18 +9,29 @@ from pathlib import Path
 DTYPES = ("float32", "bfloat16", "float16")
 
 
+def _add_part(parts, name: str, text: str) -> argparse.ArgumentParser:
+    """A subcommand; ``--json`` is what all of them have."""
+    part = parts.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    part.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    return part
+
+
+def _add_model(part: argparse.ArgumentParser) -> None:
+    part.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the shipped model)")
+    part.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's; float32 on a CPU")
+    part.add_argument(
+        "--prompts", type=Path, metavar="F", help='JSON list of {"text": ...} (default: held-out Python prompts)'
+    )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give ``parser`` the arguments that ``run`` reads."""
     from kda_jax.bench import kernels, metadata, operations, speculative
 
     parts = parser.add_subparsers(dest="what", required=True, metavar="WHAT")
     text = "tokens/s and acceptance length of greedy decoding, one prompt at a time"
-    generate = parts.add_parser("generate", help=text, description=text[0].upper() + text[1:] + ".")
-    generate.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the shipped model)")
-    generate.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's; float32 on a CPU")
-    generate.add_argument(
-        "--prompts", type=Path, metavar="F", help='JSON list of {"text": ...} (default: 50 held-out Python prompts)'
-    )
+    generate = _add_part(parts, "generate", text)
+    _add_model(generate)
     generate.add_argument("--timed", type=int, default=8, metavar="N", help="prompts timed (default %(default)s)")
     generate.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="default %(default)s")
     generate.add_argument("--num-draft-tokens", type=int, default=7, metavar="M", help="default %(default)s")
@@ -30,30 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="also time transformers' KimiLinearForCausalLM.generate on the same weights (parity extra)",
     )
-    generate.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
-    text = "ways of speculating on the same prompts, drafting and verifying apart"
-    compare = parts.add_parser("speculative", help=text, description=text[0].upper() + text[1:] + ".")
-    compare.add_argument("--model", type=Path, metavar="DIR", help="Hugging Face folder (default: the shipped model)")
-    compare.add_argument("--dtype", choices=DTYPES, help="default: the checkpoint's; float32 on a CPU")
-    compare.add_argument(
-        "--prompts", type=Path, metavar="F", help='JSON list of {"text": ...} (default: held-out Python prompts)'
-    )
+    compare = _add_part(parts, "speculative", "ways of speculating on the same prompts, drafting and verifying apart")
+    _add_model(compare)
     speculative.add_arguments(compare)
-    compare.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
-    text = "host time of building a step's metadata"
-    host = parts.add_parser("metadata", help=text, description=text[0].upper() + text[1:] + ".")
-    metadata.add_arguments(host)
-    host.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    metadata.add_arguments(_add_part(parts, "metadata", "host time of building a step's metadata"))
 
     text = "the kernels on a slot pool beside XLA: time, bytes and bandwidth floor"
-    pools = parts.add_parser("kernels", help=text, description=text[0].upper() + text[1:] + ".")
-    kernels.add_arguments(pools)
-    pools.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    kernels.add_arguments(_add_part(parts, "kernels", text))
 
-    text = "time, bytes and bandwidth floor of the operations"
-    ops = parts.add_parser("ops", help=text, description=text[0].upper() + text[1:] + ".")
+    ops = _add_part(parts, "ops", "time, bytes and bandwidth floor of the operations")
     ops.add_argument(
         "--ops", nargs="+", choices=operations.NAMES, default=list(operations.NAMES), metavar="OP", help="default: all"
     )
@@ -69,15 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pool-mib", type=int, default=256, help="size of the state pool walked over (default %(default)s)"
     )
     ops.add_argument("--implementation", choices=("xla", "pallas"), help="default: the best that runs here")
-    ops.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print. Raises ``ValueError`` for arguments that make no sense."""
     from kda_jax.bench import generation, kernels, metadata, operations, speculative
 
-    parts = {"generate": generation, "speculative": speculative, "ops": operations, "metadata": metadata}
-    parts["kernels"] = kernels
+    parts = {
+        "generate": generation,
+        "speculative": speculative,
+        "metadata": metadata,
+        "kernels": kernels,
+        "ops": operations,
+    }
     part = parts[args.what]
     report = part.measure(args)
     if args.json:

@@ -14,7 +14,7 @@ from kda_jax.checks import check_integer
 from kda_jax.metadata_builder import BuilderBase, MetadataBuilder, Rows
 from kda_jax.presets import load_config
 
-WINDOW, BLOCK, PAGE, CONTEXT = 8, 2048, 64, 8192
+WINDOW, BLOCK, PAGE = 8, 2048, 64
 MODES = {
     "plain": {},
     "recover": {"window": WINDOW},
@@ -25,18 +25,19 @@ MODES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024], help="requests in the batch")
+    parser.add_argument("--context", type=int, default=8192, help="most tokens of a request (default %(default)s)")
     parser.add_argument("--repeats", type=int, default=50, help="timed builds (default %(default)s)")
 
 
-def mixed_rows(count: int, base: BuilderBase) -> Rows:
+def mixed_rows(count: int, base: BuilderBase, context: int) -> Rows:
     """A batch of which one request in eight computes a prompt; the others decode, with 0 to 7 drafts."""
     r = np.random.default_rng(count)
     prefilling = np.arange(count) % 8 == 7
     draft = np.where(prefilling, -1, r.integers(0, WINDOW, count)) if base.window else np.full(count, -1)
     query = np.where(prefilling, 256, np.maximum(draft, 0) + 1)
-    computed = np.where(prefilling, BLOCK, r.integers(BLOCK, CONTEXT - WINDOW, count))
+    computed = np.where(prefilling, BLOCK, r.integers(BLOCK, context - WINDOW, count))
     slots = np.arange(1, count + 1)
-    columns = CONTEXT // BLOCK
+    columns = -(-context // BLOCK)
     return Rows(
         query,
         computed,
@@ -46,13 +47,14 @@ def mixed_rows(count: int, base: BuilderBase) -> Rows:
         row_slots=slots[:, None] * WINDOW + np.arange(WINDOW)[None],
         last_accepted=r.integers(1, WINDOW + 1, count),
         block_table=1 + np.arange(count * columns).reshape(count, columns),
-        pages=1 + np.arange(count * (CONTEXT // PAGE)).reshape(count, -1),
+        pages=1 + np.arange(count * -(-context // PAGE)).reshape(count, -1),
     )
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """``microseconds``: per mode and number of rows, the median of ``--repeats`` builds."""
     check_integer("--repeats", args.repeats, 1)
+    check_integer("--context", args.context, 2 * BLOCK)
     config = load_config("kimi_linear_48b")
     names = tuple(f"layers.{i}" for i in range(config.num_layers))
     layout = CacheLayout.from_sizes(CacheSizes.from_config(config), window=WINDOW, dtype=config.dtype)
@@ -62,19 +64,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         builder = MetadataBuilder(base)
         for count in args.rows:
             check_integer("--rows", count, 1)
-            rows, times = mixed_rows(count, base), []
+            rows, times = mixed_rows(count, base, args.context), []
             builder.build(rows)
             for _ in range(args.repeats):
                 start = time.perf_counter()
                 builder.build(rows)
                 times.append(time.perf_counter() - start)
             found.setdefault(mode, {})[count] = 1e6 * statistics.median(times)
-    return {"machine": machine.describe(), "window": WINDOW, "context": CONTEXT, "microseconds": found}
+    return {"machine": machine.describe(), "window": WINDOW, "context": args.context, "microseconds": found}
 
 
 def tables(report: dict[str, Any]) -> Table:
     sizes = list(next(iter(report["microseconds"].values())))
-    title = f"microseconds to build a step's metadata ({machine.sentence(report['machine'])})"
+    where = machine.sentence(report["machine"])
+    title = f"microseconds to build a step's metadata at {report['context']:,} tokens ({where})"
     table = Table("mode", *(f"{n} rows" for n in sizes), title=title)
     for mode, times in report["microseconds"].items():
         table.add_row(mode, *(f"{times[n]:.0f}" for n in sizes))

@@ -41,9 +41,3 @@ def write_slots(pool, slots, rows):
         new = jnp.where(named, new, _row(pool, slots[row]))
         pool = jax.lax.dynamic_update_slice_in_dim(pool, new, slots[row], axis=1, allow_negative_indices=False)
     return pool
-
-
-def layered_slots(slots, layers: int, slots_per_layer: int):
-    """Slots [...] of each layer as slots of the pool with layers flattened, [L * N, ...]: int32 [L, ...], null kept."""
-    base = (jnp.arange(layers, dtype=slots.dtype) * slots_per_layer).reshape((layers,) + (1,) * slots.ndim)
-    return jnp.where(slots[None] > 0, slots[None] + base, 0)

@@ -32,12 +32,14 @@ class AlignRows:
     """Align mode's view of the rows: whole blocks of ``block_size`` tokens, one state each.
 
     ``block_table`` int32 [R, columns] (0: not allocated), ``num_computed`` int32 [R] tokens before the step,
-    ``block_size`` tokens, static.
+    ``block_size`` tokens, static. ``may_cross``, static: False promises that no row can reach the end of the block it
+    starts in, whatever is accepted, so that no boundary state is planned.
     """
 
     block_table: jax.Array
     num_computed: jax.Array
     block_size: int = dataclasses.field(metadata={"static": True})
+    may_cross: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
 def plan_commit(num_accepted, lengths, slots, *, align: AlignRows | None = None, implementation=None) -> CommitPlan:
@@ -82,6 +84,8 @@ def plan_commit(num_accepted, lengths, slots, *, align: AlignRows | None = None,
 
     computed = align.num_computed.astype(jnp.int32)
     final = jnp.where(n > 0, slot_at((computed + n - 1) // align.block_size), 0)
+    if not align.may_cross:
+        return _checked(CommitPlan(n, source, final, zero, zero, writes_boundaries=False))
     boundary = (computed // align.block_size + 1) * align.block_size
     crosses = (n > 0) & (computed + n >= boundary)
     boundary_slot = jnp.where(crosses, slot_at(boundary // align.block_size - 1), 0)

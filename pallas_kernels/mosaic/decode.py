@@ -6,7 +6,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic._tile import FLOAT, LAYOUT, ROWS, interpret_params, smem, store
-from pallas_kernels.mosaic.preparation import decay, sigmoid
+from pallas_kernels.values import sigmoid, token_decay
 
 COLUMNS, VALUES = LAYOUT.WGMMA.reduce(0), LAYOUT.WGMMA.reduce(1)
 
@@ -46,7 +46,7 @@ def decode(q, k, v, raw_gate, raw_beta, A_log, dt_bias, lower_bound, pool, slots
             overlap = (key * query).sum()
             vectors[0][...] = key
             vectors[1][...] = query
-            vectors[2][...] = decay(once(raw_gate.at[b, h]), once(dt_bias.at[h]), rate, lower_bound)
+            vectors[2][...] = token_decay(once(raw_gate.at[b, h]), once(dt_bias.at[h]), rate, lower_bound)
             value = plgpu.load(v.at[b, h, rows], layout=VALUES, optimized=False).astype(FLOAT)
             beta = sigmoid(raw_beta[b, h].astype(FLOAT))
             plgpu.commit_smem()

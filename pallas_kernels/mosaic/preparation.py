@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-FLOAT = jnp.float32
+from pallas_kernels.values import FLOAT, L2_EPS, sigmoid, token_decay
+
 WARPS = 1
 
 
@@ -27,27 +28,9 @@ def split(x):
     return high, (x - high.astype(FLOAT)).astype(jnp.bfloat16)
 
 
-def sigmoid(x):
-    return 1.0 / (1.0 + jnp.exp(-x))
-
-
-def softplus(x):
-    """``log(1 + exp(x))`` to full relative accuracy, from exp and log alone."""
-    small = jnp.exp(-jnp.abs(x))
-    total = 1.0 + small
-    return jnp.maximum(x, 0.0) + jnp.where(total == 1.0, small, jnp.log(total) * (small / (total - 1.0)))
-
-
-def decay(raw, bias, rate, lower_bound):
-    """``exp`` of the log decay, fp32: both gates, see ``kda_jax.ops.kda_gate``."""
-    x = raw.astype(FLOAT) + bias
-    log_decay = -rate * softplus(x) if lower_bound is None else lower_bound * sigmoid(rate * x)
-    return jnp.exp(log_decay)
-
-
 def normalized(x, scale=1.0):
     x = x.astype(FLOAT)
-    return x * (scale * jax.lax.rsqrt(jnp.sum(x * x) + 1e-6))
+    return x * (scale * jax.lax.rsqrt(jnp.sum(x * x) + L2_EPS))
 
 
 def padded_window(W: int) -> int:
@@ -61,7 +44,7 @@ def _commit_keys(key, raw_gate, bias, rate, lower_bound, length, rows, D, store,
     for t in reversed(range(rows)):
         folded = t < length
         k = normalized(jnp.where(folded, key(t), 0))
-        a = jnp.where(folded, decay(raw_gate(t), bias, rate, lower_bound), 1.0)
+        a = jnp.where(folded, token_decay(raw_gate(t), bias, rate, lower_bound), 1.0)
         store(t, k if after is None else k * after)
         after = a if after is None else after * a
     total(after)
@@ -127,7 +110,7 @@ def _window(refs, r, hv, W, groups, lower_bound, has_rate):
 
         q.append(normalized(jnp.where(inside, q_ref[r, t, hk], 0), K**-0.5))
         k.append(normalized(key))
-        a.append(jnp.where(inside, decay(raw, bias, rate, lower_bound), 1.0))
+        a.append(jnp.where(inside, token_decay(raw, bias, rate, lower_bound), 1.0))
         b.append(jnp.where(inside, sigmoid(beta_ref[r, t, hv].astype(FLOAT)), 0.0))
 
     prefix = []

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from kda_jax.options import SpeculativeOptions
 from kda_jax.speculate import drafter as drafter_module
 from kda_jax.speculate.drafter import DraftContext, Drafter, count_drafts
+from kda_jax.speculate.lookup import Lookup
 from kda_jax.speculate.ngram import NgramDrafter, propose, propose_tree
 from kda_jax.speculate.rejection import accept
 from kda_jax.speculate.sampling import row_keys
@@ -218,3 +219,20 @@ def test_count_drafts_of_a_tree():
 
 def test_count_drafts():
     assert count_drafts(jnp.array([[1, 2, 3], [1, -1, 3], [-1, 0, 0], [0, 0, -1]])).tolist() == [3, 1, 0, 2]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    st.integers(1, 6),
+    st.integers(1, 4),
+    st.integers(1, 4),
+    st.integers(0, 30),
+)
+def test_the_lookup_of_the_host_drafts_the_same(tokens, count, size, other, split):
+    """Whatever the text, and however it came."""
+    longest, shortest = max(size, other), min(size, other)
+    lookup = Lookup(longest, shortest)
+    lookup.extend(tokens[:split])
+    lookup.extend(tokens[split:])
+    assert lookup.propose(count) == brute_force(tokens, count, longest, shortest)
