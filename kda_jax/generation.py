@@ -20,8 +20,7 @@ from kda_jax.generation_loop import GenerateStats, LoopState, Program, Sampling,
 from kda_jax.layers.params import ModelParams
 from kda_jax.ops._couplings import next_power_of_two
 from kda_jax.options import GenerateOptions, SpeculativeOptions
-from kda_jax.speculate.draft_model import DraftModel
-from kda_jax.speculate.ngram import NgramDrafter
+from kda_jax.speculate.resolve import resolve_drafter
 
 MIN_PROMPT_BUCKET = 16
 _NO_LIMIT = np.iinfo(np.int32).max
@@ -64,7 +63,7 @@ def _prepare(params, config, prompt_tokens, prompt_lengths, key, options, specul
     prompt_tokens, prompt_lengths = _check_prompts(config, prompt_tokens, prompt_lengths, options)
     if not isinstance(key, jax.Array | np.ndarray):
         raise ValueError(f"key must be a JAX key such as jax.random.key(0), got {key!r}")
-    drafter, drafter_params = _check_drafter(config, options, speculative, drafter)
+    drafter, drafter_params = resolve_drafter(config, speculative, drafter, options.implementation)
     batch, prompt = prompt_tokens.shape
     rows = options.for_batch(batch)
     bucket, prompt_bucket = next_power_of_two(batch), max(next_power_of_two(prompt), MIN_PROMPT_BUCKET)
@@ -127,39 +126,6 @@ def _check_ids(name: str, tokens, lengths, config: ModelConfig) -> None:
         raise ValueError(
             f"{name}[{row}, {column}] must be in [0, vocab_size={config.vocab_size}), got {tokens[row, column]}"
         )
-
-
-def _check_drafter(config, options, speculative, drafter):
-    """(static drafter, its parameters) for the options; ``ValueError`` where they don't fit."""
-    if speculative is None:
-        if drafter is not None:
-            raise ValueError("drafter is given without speculative options; pass speculative=SpeculativeOptions(...)")
-        return None, None
-    if not isinstance(speculative, SpeculativeOptions):
-        raise ValueError(f"speculative must be SpeculativeOptions or None, got {type(speculative).__name__}")
-    if speculative.method == "ngram":
-        if drafter is not None:
-            raise ValueError("drafter must be None for method 'ngram'; a drafter of your own goes with method 'custom'")
-        return NgramDrafter.from_options(speculative), None
-    if drafter is None:
-        raise ValueError(f"drafter must be given for method {speculative.method!r}")
-    if speculative.method == "draft":
-        if not isinstance(drafter, DraftModel):
-            raise ValueError(
-                f"drafter must be a DraftModel for method 'draft' (kda_jax.load_drafter makes one), got {drafter!r}"
-            )
-        return drafter.drafter(config, speculative.num_draft_tokens, options.implementation)
-    drafter, params = drafter if isinstance(drafter, tuple) else (drafter, None)
-    if not (callable(drafter) and callable(getattr(drafter, "start", None)) and hasattr(drafter, "num_draft_tokens")):
-        raise ValueError(
-            f"drafter must be callable with num_draft_tokens and start (kda_jax.speculate.drafter), got {drafter!r}"
-        )
-    if drafter.num_draft_tokens != speculative.num_draft_tokens:
-        raise ValueError(
-            f"drafter.num_draft_tokens must be speculative.num_draft_tokens={speculative.num_draft_tokens}, "
-            f"got {drafter.num_draft_tokens}"
-        )
-    return drafter, params
 
 
 def generate(
