@@ -19,14 +19,17 @@ from kda_jax.cache import Cache, PendingCommit, make_pools
 from kda_jax.cache_layout import CacheLayout, CacheSizes
 from kda_jax.cache_options import CacheOptions, check_serving
 from kda_jax.checks import check_integer
+from kda_jax.engine_drafter import Drafting, EngineDrafter
 from kda_jax.engine_memory import Memory
 from kda_jax.engine_program import RowSampling, fold, run_step
 from kda_jax.engine_requests import EngineStats, Output, Request
+from kda_jax.engine_rows import batch_rows, null_sampling, row_sampling
 from kda_jax.engine_schedule import Scheduler
 from kda_jax.engine_warm_up import compositions
 from kda_jax.metadata_builder import SMALLEST, BuilderBase, MetadataBuilder, Rows, Smallest, postprocess
 from kda_jax.options import GenerateOptions, SpeculativeOptions
 from kda_jax.speculate.lookup import Lookup
+from kda_jax.speculate.resolve import resolve_drafter
 from kda_jax.speculate.sampling import row_keys
 
 DEFAULT_LENGTH = 4096
@@ -38,8 +41,8 @@ class Engine:
     Args:
       model: from ``kda_jax.load``.
       cache: ``CacheOptions``.
-      speculative: ``SpeculativeOptions`` of method "ngram" without branches, or None.
-      drafter: must be None: drafters with parameters run in ``generate`` only.
+      speculative: ``SpeculativeOptions`` without branches, or None.
+      drafter: as ``generate`` takes it: None for method "ngram", else what the method asks for.
       max_requests: most requests that hold memory at once.
       max_tokens_per_step: most tokens, of prompts, windows and decodes, in one step; at least a window.
       max_length: most tokens of a request, output included; None for 4096 or the model's most.
@@ -65,10 +68,9 @@ class Engine:
     ):
         config = model.config
         check_serving(config, cache, speculative, implementation=implementation)
-        if drafter is not None:
-            raise ValueError("drafter must be None: drafters with parameters run in generate only")
-        if speculative is not None and (speculative.method != "ngram" or speculative.branches is not None):
-            raise ValueError(f"speculative must be method 'ngram' without branches in the engine, got {speculative}")
+        drafter, drafter_params = resolve_drafter(config, speculative, drafter, implementation)
+        if speculative is not None and speculative.branches is not None:
+            raise ValueError(f"branches must be None in the engine, got {speculative.branches}")
         window = speculative.window if speculative is not None else 1
         check_integer("max_requests", max_requests, 1)
         check_integer("max_tokens_per_step", max_tokens_per_step, window)
@@ -125,6 +127,10 @@ class Engine:
             max_tokens=max_tokens_per_step,
             num_draft=window - 1,
         )
+        self._drafter: EngineDrafter | None = None  # n-grams are looked up on the host, in what each request keeps
+        if speculative is not None and speculative.method != "ngram":
+            self._drafter = EngineDrafter(drafter, drafter_params, max_requests=max_requests, max_length=max_length)
+            self._stats.drafter_bytes = self._drafter.nbytes
         self._numbers = itertools.count()
         self._pending: tuple | None = None
         self._cancelled: list[Output] = []
@@ -185,7 +191,7 @@ class Engine:
         if key_data.shape != self._key_shape:
             raise ValueError(f"key must be of jax's default kind, with data {self._key_shape}, got {key_data.shape}")
         lookup = None
-        if self.speculative is not None:
+        if self.speculative is not None and self._drafter is None:
             lookup = Lookup(self.speculative.ngram_max, self.speculative.ngram_min)
             lookup.extend(tokens.tolist())
         self._scheduler.requests[request_id] = Request(
@@ -253,24 +259,19 @@ class Engine:
             self._settle()
             return outputs
         self._stats.steps += 1
-        rows, tokens = self._rows(work)
+        rows, tokens = batch_rows(
+            work, self._memory, self.options, speculative=self.speculative is not None, native=self._native
+        )
         built = self._builder.build(rows, pending=self._pending)
         padded = np.zeros((built.batch, built.tokens), np.int32)
         for row, new in enumerate(tokens):
             padded[row, : len(new)] = new
         spec = built.metadata.spec
         defer = built.may_defer
-        self._cache, read = run_step(
-            self.model.params,
-            *self._split(),
-            padded,
-            built.metadata,
-            self._sampling(work, rows.num_draft, built.batch),
-            config=self.config,
-            speculative=self.speculative,
-            defer=defer,
-            implementation=self._implementation,
-        )
+        drafting = None if self._drafter is None else self._seat(work, spec)
+        seats = None if drafting is None else drafting.seated.num_seats
+        sampling = row_sampling(work, rows.num_draft, built.batch, vocab_size=self.config.vocab_size, num_seats=seats)
+        read = self._run(padded, built.metadata, sampling, drafting, defer)
         self._pending = None
         if defer:
             real = [work[row].request.id for row in spec.request_rows if row < built.batch]
@@ -278,57 +279,34 @@ class Engine:
         self._scheduler.look_ahead()  # while the device works
         return outputs + self._finish(work, rows, np.asarray(read), spec)
 
-    def _rows(self, work) -> tuple[Rows, list[list[int]]]:
-        requests = [request for request, _, _ in work]
-        tokens = [
-            request.tokens[request.computed : request.computed + query]
-            if drafts is None
-            else request.tokens[-1:] + drafts
-            for request, query, drafts in work
-        ]
-        align = self.options.mode == "align"
-        flags = [self._memory.shared(request.held, request.computed, query) for request, query, _ in work]
-        no_draft = -1 if self.speculative is None else 0
-        rows = Rows(
-            query_lengths=np.asarray([query for _, query, _ in work]),
-            num_computed=np.asarray([request.computed for request in requests]),
-            is_prefilling=np.asarray([drafts is None for _, _, drafts in work]),
-            num_draft=np.asarray([-1 if d is None else len(d) or no_draft for _, _, d in work]),
-            slots=None if align or self._native else np.asarray([r.held.slots[0] for r in requests]),
-            row_slots=np.asarray([r.held.slots for r in requests]) if self._native else None,
-            last_accepted=np.asarray([r.last_accepted for r in requests]),
-            block_table=np.stack([r.held.table for r in requests]) if align else None,
-            shared=np.stack([columns for columns, _ in flags]) if align else None,
-            pages=np.stack([r.held.pages for r in requests]),
-            shared_pages=np.stack([pages for _, pages in flags]),
-            request_ids=tuple(r.id for r in requests),
+    def _seat(self, work, spec) -> Drafting:
+        """Bring every decoding request to the drafter, and say how the step drafts."""
+        drafts = [request for request, _, drafts in work if drafts is not None]
+        for request in drafts:
+            if request.seat is None:
+                request.seat = self._scheduler.free_seats.pop()
+                self._drafter.begin(request)
+        taken = self.max_requests - len(self._scheduler.free_seats)
+        return self._drafter.drafting(0 if spec is None else len(spec.request_rows), taken == len(drafts))
+
+    def _run(self, tokens, metadata, sampling: RowSampling, drafting: Drafting | None, defer: bool) -> jax.Array:
+        drafter = (None, None) if drafting is None else (self._drafter.params, self._drafter.seats)
+        self._cache, seats, read = run_step(
+            self.model.params,
+            *self._split(),
+            tokens,
+            metadata,
+            sampling,
+            *drafter,
+            config=self.config,
+            speculative=self.speculative,
+            drafting=drafting,
+            defer=defer,
+            implementation=self._implementation,
         )
-        return rows, tokens
-
-    def _sampling(self, work, num_draft, batch: int) -> RowSampling:
-        requests = [request for request, _, _ in work]
-
-        def padded(values, dtype):
-            out = np.zeros((batch, *np.shape(values)[1:]), dtype)
-            out[: len(requests)] = values
-            return out
-
-        def optional(name, neutral, dtype):
-            values = [getattr(r.options, name) for r in requests]
-            if all(value is None for value in values):
-                return None
-            values += [None] * (batch - len(values))
-            return np.asarray([neutral if value is None else value for value in values], dtype)
-
-        return RowSampling(
-            key_data=padded([r.key_data for r in requests], np.uint32),
-            emitted=padded([r.emitted for r in requests], np.int32),
-            temperature=padded([r.options.temperature for r in requests], np.float32),
-            top_k=optional("top_k", self.config.vocab_size, np.int32),
-            top_p=optional("top_p", 1.0, np.float32),
-            num_draft=padded(np.maximum(num_draft, 0), np.int32),
-            first=padded([drafts is None for _, _, drafts in work], bool),
-        )
+        if drafting is not None:
+            self._drafter.seats = seats
+        return read
 
     def _finish(self, work, rows: Rows, read: np.ndarray, spec) -> list[Output]:
         outputs, size = [], len(work)
@@ -352,7 +330,7 @@ class Engine:
                 request.lookup.extend(new)
             if drafts is not None and self.speculative is not None:
                 self._stats.verified += 1
-                self._stats.drafted += len(drafts)
+                self._stats.drafted += int(read[row, -3])
                 self._stats.accepted += max(len(new) - 1, 0)
             self._stats.generated += len(new)
             # past a stop token the cache holds tokens that are not in the text: those blocks are nobody's prefix
@@ -391,28 +369,31 @@ class Engine:
 
         Returns how many programs were run.
         """
-        count = 0
+        count, seats = 0, None
+        if self._drafter is not None:
+            seats = jax.tree.map(jnp.copy, self._drafter.seats)
+            count += self._drafter.warm_up(self._key_shape)
         for built, num_draft, defer in compositions(
             self._builder, max_rows or self.max_requests, self.max_tokens_per_step
         ):
-            zeros = np.zeros((built.batch, *self._key_shape), np.uint32)
-            flat = np.zeros(built.batch, np.int32)
-            sampling = RowSampling(zeros, flat, flat.astype(np.float32), None, None, num_draft, flat.astype(bool))
-            self._settle()
-            self._cache, _ = run_step(
-                self.model.params,
-                *self._split(),
-                np.zeros((built.batch, built.tokens), np.int32),
-                built.metadata,
-                sampling,
-                config=self.config,
-                speculative=self.speculative,
-                defer=defer,
-                implementation=self._implementation,
-            )
-            count += 1
+            tokens = np.zeros((built.batch, built.tokens), np.int32)
+            for drafting in self._draftings(built.metadata.spec):
+                num_seats = None if drafting is None else drafting.seated.num_seats
+                sampling = null_sampling(num_draft, built.batch, self._key_shape, num_seats)
+                self._settle()
+                self._run(tokens, built.metadata, sampling, drafting, defer)
+                count += 1
         self._settle()
+        if self._drafter is not None:
+            self._drafter.seats = seats
         return count
+
+    def _draftings(self, spec) -> set[Drafting | None]:
+        """All the ways a step may draft."""
+        if self._drafter is None:
+            return {None}
+        rows = 0 if spec is None else len(spec.request_rows)
+        return {self._drafter.drafting(rows, all_rows) for all_rows in (False, True)}
 
 
 @contextlib.contextmanager

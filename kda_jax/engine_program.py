@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from kda_jax import model
 from kda_jax.cache import Cache, PendingCommit
 from kda_jax.config import ModelConfig
+from kda_jax.engine_drafter import Drafting
 from kda_jax.layers.params import ModelParams
 from kda_jax.metadata import StepMetadata
 from kda_jax.options import SpeculativeOptions
+from kda_jax.speculate.drafter import count_drafts
 from kda_jax.speculate.rejection import accept
 from kda_jax.speculate.sampling import sample, step_keys
+from kda_jax.speculate.seats import DraftRows, Seats
 
 
 class RowSampling(NamedTuple):
@@ -25,14 +28,17 @@ class RowSampling(NamedTuple):
     temperature: jax.Array  # fp32
     top_k: jax.Array | None  # int32; None: no row has one
     top_p: jax.Array | None  # fp32
-    num_draft: jax.Array  # int32
+    num_draft: jax.Array  # int32: drafts in the row's window, at most where the drafter's are made here
     first: jax.Array  # bool: the token after a prompt, which no draft precedes
+    seat: (
+        jax.Array | None
+    )  # int32: where the drafter keeps the row, the number of seats where it doesn't; None: nowhere
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("config", "speculative", "defer", "implementation"),
-    donate_argnames=("cache",),
+    static_argnames=("config", "speculative", "drafting", "defer", "implementation"),
+    donate_argnames=("cache", "seats"),
 )
 def run_step(
     params: ModelParams,
@@ -41,16 +47,23 @@ def run_step(
     tokens,
     metadata: StepMetadata,
     rows: RowSampling,
+    drafter_params: Any,
+    seats: Seats | None,
     *,
     config: ModelConfig,
     speculative: SpeculativeOptions | None,
+    drafting: Drafting | None,
     defer: bool,
     implementation: str | None,
-) -> tuple[Cache, jax.Array]:
-    """One step. ``cache`` is donated; a pending commit is given apart, since its buffers can't be used again. The array
-    that comes back is all the host reads: int32 [B, W + 2], each row's tokens, how many of them
-    count, and whether its logits were not numbers (then none do)."""
+) -> tuple[Cache, Seats | None, jax.Array]:
+    """One step. ``cache`` and ``seats`` are donated; a pending commit is given apart, since its buffers can't be used
+    again. With ``drafting`` the drafts in ``tokens`` are made here. The array that comes back is all the host reads:
+    int32 [B, W + 3], each row's tokens, how many drafts were judged, how many of the tokens count, and whether its
+    logits were not numbers (then none do)."""
     cache = dataclasses.replace(cache, pending=pending)
+    num_draft, probs = rows.num_draft, None
+    if drafting is not None and metadata.spec is not None:
+        tokens, num_draft, probs, seats = _make_drafts(drafter_params, seats, tokens, metadata, rows, drafting)
     logits, cache, left = model.step(params, config, cache, tokens, metadata, implementation=implementation)
     keys = step_keys(jax.vmap(jax.random.wrap_key_data)(rows.key_data), rows.emitted)
     shape = rows.temperature, rows.top_k, rows.top_p
@@ -62,7 +75,7 @@ def run_step(
         logits = jnp.pad(logits, [(0, 0), (0, width - logits.shape[1]), (0, 0)])
         drafts = jnp.pad(tokens, [(0, 0), (0, max(width - tokens.shape[1], 0))])[:, 1:width]
         how = {"method": speculative.rejection, "synthetic_rates": speculative.acceptance_rates}
-        judged = accept(logits, drafts, rows.num_draft, None, keys, *shape, **how)
+        judged = accept(logits, drafts, num_draft, probs, keys, *shape, **how)
         count = jnp.where(rows.first, count, judged.num_emitted)
         nan = jnp.where(rows.first, nan, judged.nan)
         first = jnp.pad(out, [(0, 0), (0, width - 1)])
@@ -74,7 +87,33 @@ def run_step(
             cache = model.defer(cache, left, plan)
         else:
             cache = model.commit(params, config, cache, left, plan, implementation=implementation)
-    return cache, jnp.concatenate([out, count[:, None], nan[:, None].astype(jnp.int32)], axis=1)
+    if rows.seat is not None:
+        seats = drafting.seated.absorb(seats, rows.seat, out, count)
+    return (
+        cache,
+        seats,
+        jnp.concatenate([out, num_draft[:, None], count[:, None], nan[:, None].astype(jnp.int32)], axis=1),
+    )
+
+
+def _make_drafts(drafter_params, seats: Seats, tokens, metadata: StepMetadata, rows: RowSampling, drafting: Drafting):
+    """``tokens`` with drafts in the windows, how many each row has [B], their probabilities [B, m, V] and the seats."""
+    at, batch = metadata.spec.request_rows, tokens.shape[0]
+
+    def of(x):
+        return None if x is None else jnp.take(x, at, axis=0, mode="clip")
+
+    keys = jax.vmap(lambda data: jax.random.fold_in(jax.random.wrap_key_data(data), 1))(of(rows.key_data))
+    keys = jax.vmap(jax.random.key_data)(step_keys(keys, of(rows.emitted)))
+    seat = jnp.where(at < batch, of(rows.seat), drafting.seated.num_seats)
+    asked = DraftRows(seat, keys, of(rows.temperature), of(rows.top_k), of(rows.top_p))
+    drafts, probs, seats = drafting.seated.draft(drafter_params, seats, asked, in_place=drafting.in_place)
+    num_draft = rows.num_draft.at[at].min(count_drafts(drafts), mode="drop")
+    fits = min(drafts.shape[1], tokens.shape[1] - 1)
+    tokens = tokens.at[at, 1 : 1 + fits].set(jnp.maximum(drafts[:, :fits], 0), mode="drop")
+    if probs is not None:
+        probs = jnp.zeros((batch, *probs.shape[1:]), probs.dtype).at[at].set(probs, mode="drop")
+    return tokens, num_draft, probs, seats
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("cache",))

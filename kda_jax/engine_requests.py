@@ -37,6 +37,7 @@ class EngineStats:
     verified: int = 0  # windows, drafts or not
     state_bytes: int = 0  # slots: recurrent states and convolution histories
     latent_bytes: int = 0
+    drafter_bytes: int = 0  # what a drafter on the device keeps of its requests
 
     @property
     def hit_rate(self) -> float:
@@ -59,6 +60,7 @@ class Request:
     key_data: np.ndarray
     lookup: Lookup | None
     held: Held | None = None  # None: waiting
+    seat: int | None = None  # where a drafter on the device keeps what it knows of the request
     computed: int = 0
     last_accepted: int = 1
     scheduled: int = 0  # step of its last turn

@@ -12,7 +12,7 @@ class Work(NamedTuple):
 
     request: Request
     query: int  # tokens
-    drafts: list[int] | None  # None: a prompt chunk
+    drafts: list[int] | None  # None: a prompt chunk; zeros where the drafter runs inside the step
 
 
 class Scheduler:
@@ -25,6 +25,7 @@ class Scheduler:
     def __init__(self, memory: Memory, stats: EngineStats, *, max_requests: int, max_tokens: int, num_draft: int):
         self.memory, self.stats = memory, stats
         self.max_requests, self.max_tokens, self.num_draft = max_requests, max_tokens, num_draft
+        self.free_seats = list(range(max_requests))[::-1]
         self.requests: dict[Hashable, Request] = {}
 
     def schedule(self) -> list[Work]:
@@ -71,10 +72,9 @@ class Scheduler:
         return left if block is None else min(left, block - request.computed % block)
 
     def _drafts(self, request: Request) -> list[int]:
-        if request.lookup is None:
-            return []
-        room = request.options.max_new_tokens - request.emitted - 1
-        return request.lookup.propose(self.num_draft)[: max(room, 0)]
+        room = max(request.options.max_new_tokens - request.emitted - 1, 0)
+        drafts = [0] * self.num_draft if request.lookup is None else request.lookup.propose(self.num_draft)
+        return drafts[:room]
 
     def _count_hit(self, request: Request) -> None:
         if not request.emitted:
@@ -117,4 +117,6 @@ class Scheduler:
         so the slots may be handed out at once."""
         if request.held is not None:
             self.memory.release(request.held)
-        request.held, request.computed, request.last_accepted = None, 0, 1
+        if request.seat is not None:
+            self.free_seats.append(request.seat)
+        request.held, request.seat, request.computed, request.last_accepted = None, None, 0, 1

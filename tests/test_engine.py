@@ -295,9 +295,9 @@ def test_warm_up_leaves_no_trace(mode):
 
 
 REFUSED = {
-    "drafter": ({"drafter": object()}, "drafter must be None"),
-    "method": ({"speculative": SpeculativeOptions("custom", 3)}, "speculative must be method 'ngram' without branches"),
-    "tree": ({"speculative": SpeculativeOptions("ngram", 3, branches=(2, 1))}, "without branches"),
+    "drafter": ({"drafter": object()}, "drafter must be None for method 'ngram'"),
+    "method": ({"speculative": SpeculativeOptions("custom", 3)}, "drafter must be given for method 'custom'"),
+    "tree": ({"speculative": SpeculativeOptions("ngram", 3, branches=(2, 1))}, "branches must be None in the engine"),
     "budget": ({"max_tokens_per_step": 3}, "max_tokens_per_step must be an integer at least 4, got 3"),
     "requests": ({"max_requests": 0}, "max_requests must be"),
     "length": ({"max_length": 513}, r"max_length must be an integer in \[2, 512\]"),
