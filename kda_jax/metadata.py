@@ -58,6 +58,8 @@ class SpecRows:
     pages: jax.Array | None = None  # int32 [R, n]
     parents: jax.Array | None = None  # int32 [R, W]: a tree of drafts, as ops.kda_verify takes it; None: chains
     window: int = dataclasses.field(kw_only=True, metadata={"static": True})
+    # tokens of the group, at least the sum of lengths, where each can be computed on its own; None: R * W
+    packed: int | None = dataclasses.field(default=None, kw_only=True, metadata={"static": True})
 
 
 @_pytree

@@ -17,6 +17,7 @@ from kda_jax.config import ModelConfig
 from kda_jax.layers import kda, mla
 from kda_jax.layers.block import embed, feed_forward, head
 from kda_jax.layers.linear import rms_norm
+from kda_jax.layers.packing import Packing, pack
 from kda_jax.layers.params import LayerParams, ModelParams
 from kda_jax.metadata import SpecRows, StepMetadata
 from kda_jax.ops._slots import read_slots, write_slots
@@ -24,7 +25,7 @@ from kda_jax.ops.plan import write_committed
 
 
 class Groups(NamedTuple):
-    """Activations of each group of rows [rows, tokens, D], or None."""
+    """Activations of each group of rows [rows, tokens, D], or None; of speculative rows packed where they say so."""
 
     spec: jax.Array | None
     decode: jax.Array | None
@@ -71,14 +72,15 @@ def step(
 
     if not groups:
         return jnp.zeros((tokens.shape[0], 1, config.vocab_size), jnp.float32), cache, None
-    xs = _group_inputs(params, tokens, metadata)
+    packing = _packing(metadata.spec)
+    xs = _group_inputs(params, tokens, metadata, packing)
     layers, slots = cache.state.shape[:2]
     memory = (cache.state.reshape(layers * slots, *cache.state.shape[2:]),)
     memory += (cache.conv.reshape(layers * slots, *cache.conv.shape[2:]),)
     latents, spec_work, decode_inputs = [], [], []
     index = {"kda": 0, "mla": 0}
     for layer, kind in zip(params.layers, config.mixer_kinds, strict=True):
-        run = functools.partial(_layer, layer, xs, config=config, implementation=implementation)
+        run = functools.partial(_layer, layer, xs, packing=packing, config=config, implementation=implementation)
         i = index[kind]
         index[kind] += 1
         if kind == "mla":
@@ -96,17 +98,27 @@ def step(
         plan = ops.plan_commit(ones, ones, metadata.decode.slots)
         left = StepRecords(None, _stack(decode_inputs, cache.conv[:, :0]))
         cache = commit(params, config, cache, left, plan, implementation=implementation)
-    return _logits(params, config, xs, metadata, tokens.shape[0]), cache, _records(spec_work, cache, metadata.spec)
+    return (
+        _logits(params, config, xs, metadata, packing, tokens.shape[0]),
+        cache,
+        _records(spec_work, cache, metadata.spec),
+    )
 
 
-def _group_inputs(params, tokens, metadata: StepMetadata) -> Groups:
-    def gather(rows, width):
+def _packing(spec: SpecRows | None) -> Packing | None:
+    if spec is None or spec.packed is None:
+        return None
+    return Packing.of(spec.lengths, spec.window, spec.packed)
+
+
+def _group_inputs(params, tokens, metadata: StepMetadata, packing: Packing | None) -> Groups:
+    def gather(rows, width, packing=None):
         if rows is None:
             return None
-        return embed(params, jnp.take(tokens[:, :width], rows.request_rows, axis=0, mode="clip"))
+        return embed(params, pack(packing, jnp.take(tokens[:, :width], rows.request_rows, axis=0, mode="clip")))
 
     return Groups(
-        spec=gather(metadata.spec, metadata.window),
+        spec=gather(metadata.spec, metadata.window, packing),
         decode=gather(metadata.decode, 1),
         prefill=gather(metadata.prefill, tokens.shape[1]),
     )
@@ -138,8 +150,18 @@ def _pending_of(spec: SpecRows, pending: PendingCommit) -> PendingCommit:
     return PendingCommit(jax.tree.map(lambda x: gather(x, 1), pending.records), plan)
 
 
-def _logits(params, config, xs: Groups, metadata: StepMetadata, batch: int):
-    """Logits in batch order: hidden states go to their rows first, so that there is one head."""
+def _logits(params, config, xs: Groups, metadata: StepMetadata, packing: Packing | None, batch: int):
+    """Logits in batch order: hidden states go to their rows first, so that there is one head, or packed ones through
+    the head first, so that it has no padding."""
+    if packing is not None:
+        out = jnp.zeros((batch, metadata.window, config.vocab_size), jnp.float32)
+        logits = head(params, xs.spec, config)
+        row = jnp.take(metadata.spec.request_rows, packing.index // metadata.window, mode="fill", fill_value=batch)
+        out = out.at[row, packing.index % metadata.window].set(logits[0], mode="drop")
+        rest = dataclasses.replace(metadata, spec=None)
+        if rest.decode is None and rest.prefill is None:
+            return out
+        return out.at[:, :1].add(_logits(params, config, xs._replace(spec=None), rest, None, batch))
     hidden = jnp.zeros((batch, metadata.window, config.hidden_size), params.embed.dtype)
     for name in ("spec", "decode", "prefill"):
         rows, x = getattr(metadata, name), getattr(xs, name)
@@ -152,11 +174,13 @@ def _logits(params, config, xs: Groups, metadata: StepMetadata, batch: int):
 
 
 @functools.partial(jax.jit, static_argnames=("config", "kind", "implementation"))
-def _layer(layer: LayerParams, xs: Groups, memory, metadata, *, config: ModelConfig, kind: str, implementation):
+def _layer(
+    layer: LayerParams, xs: Groups, memory, metadata, *, packing, config: ModelConfig, kind: str, implementation
+):
     """One layer: (activations, next memory, workspace)."""
     mixer = _mla_groups if kind == "mla" else _kda_groups
     normed = jax.tree.map(lambda x: rms_norm(x, layer.input_norm, config.rms_norm_eps), xs)
-    mixed, memory, work = mixer(layer.mixer, normed, memory, metadata, config, implementation)
+    mixed, memory, work = mixer(layer.mixer, normed, memory, metadata, packing, config, implementation)
     xs = jax.tree.map(jnp.add, xs, mixed)
     present = [x for x in xs if x is not None]
     if len(present) == 1:
@@ -170,14 +194,14 @@ def _layer(layer: LayerParams, xs: Groups, memory, metadata, *, config: ModelCon
     return Groups(*parts), memory, work
 
 
-def _mla_groups(params, ys: Groups, cache, metadata: StepMetadata, config, implementation):
+def _mla_groups(params, ys: Groups, cache, metadata: StepMetadata, packing, config, implementation):
     out = dict.fromkeys(Groups._fields)
     for name in ("spec", "decode"):
         rows, y = getattr(metadata, name), getattr(ys, name)
         if rows is not None:
             lengths = rows.lengths if name == "spec" else (rows.slots > 0).astype(jnp.int32)
-            parents = rows.parents if name == "spec" else None
-            out[name], cache = mla.decode(params, y, cache, rows.computed, config, rows.pages, lengths, parents)
+            how = {"parents": rows.parents, "packing": packing} if name == "spec" else {}
+            out[name], cache = mla.decode(params, y, cache, rows.computed, config, rows.pages, lengths, **how)
     rows = metadata.prefill
     if rows is not None and rows.source_slots is None:
         out["prefill"], new = mla.prefill(params, ys.prefill, config)
@@ -187,7 +211,7 @@ def _mla_groups(params, ys: Groups, cache, metadata: StepMetadata, config, imple
     return Groups(**out), cache, None
 
 
-def _kda_groups(params, ys: Groups, memory, metadata: StepMetadata, config, implementation):
+def _kda_groups(params, ys: Groups, memory, metadata: StepMetadata, packing, config, implementation):
     state, conv, base, pending = memory
     out, spec_work, decode_inputs = dict.fromkeys(Groups._fields), None, None
 
@@ -198,7 +222,7 @@ def _kda_groups(params, ys: Groups, memory, metadata: StepMetadata, config, impl
     if rows is not None and rows.target_slots is not None:
         slots = at(rows.slots), at(rows.target_slots)
         out["spec"], state, inputs = kda.verify_native(
-            params, ys.spec, state, conv, *slots, rows.lengths, config, implementation=implementation
+            params, ys.spec, state, conv, *slots, rows.lengths, config, packing=packing, implementation=implementation
         )
         spec_work = None, inputs
     elif rows is not None and pending is not None:
@@ -216,11 +240,12 @@ def _kda_groups(params, ys: Groups, memory, metadata: StepMetadata, config, impl
             plan,
             config,
             parents=rows.parents,
+            packing=packing,
             implementation=implementation,
         )
         spec_work = tuple(spec_work)
     elif rows is not None:
-        how = {"parents": rows.parents, "implementation": implementation}
+        how = {"parents": rows.parents, "packing": packing, "implementation": implementation}
         out["spec"], *spec_work = kda.verify(params, ys.spec, state, conv, at(rows.slots), rows.lengths, config, **how)
         spec_work = tuple(spec_work)
     if metadata.decode is not None:

@@ -32,6 +32,8 @@ KINDS = {
     "recover, align": {"window": W, "mode": "align"},
     "native, align": {"window": W, "recover": False, "mode": "align"},
     "plain, align": {"mode": "align"},
+    "recover, packed": {"window": W, "packed": True},
+    "native, packed": {"window": W, "recover": False, "packed": True},
 }
 
 
@@ -63,14 +65,30 @@ def draw_work(data, driver, speculative):
     return work
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def packed(built):
+    """The step with its windows packed, into half of their room where they fit."""
+    spec = built.metadata.spec
+    if spec is None:
+        return built
+    room = spec.lengths.size * spec.window
+    size = room // 2 if spec.lengths.sum() <= room // 2 else room
+    spec = dataclasses.replace(spec, packed=size)
+    return built._replace(metadata=dataclasses.replace(built.metadata, spec=spec))
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k == "native, packed" else k for k in KINDS]
+)
 def test_any_interleaving_gives_each_request_its_own_tokens(kind):
     ledger = Ledger()
 
     @settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data):
-        driver = Driver(SMALL, healthy_params, PROMPTS, **KINDS[kind])
+        how = dict(KINDS[kind])
+        tamper = packed if how.pop("packed", False) else lambda built: built
+        driver = Driver(SMALL, healthy_params, PROMPTS, **how)
+        driver.tamper = tamper
         for _ in range(60):
             if all(len(request.emitted) >= NEW for request in driver.requests):
                 break

@@ -10,6 +10,7 @@ from einops import rearrange
 from kda_jax import ops
 from kda_jax.config import ModelConfig
 from kda_jax.layers.linear import gated_rms_norm, linear
+from kda_jax.layers.packing import pack, spread
 from kda_jax.layers.params import KDAParams
 
 
@@ -74,11 +75,17 @@ def prefill(params: KDAParams, x, lengths, config: ModelConfig, *, state=None, h
     return _output(params, x, o, config), state, history
 
 
-def _window(params: KDAParams, x, history_pool, slots, lengths, config: ModelConfig, implementation, parents=None):
-    """What a window ``x`` [R, W, D] brings to the state: (q, k, v, raw_gate, raw_beta), and the convolution inputs."""
-    inputs = _conv_inputs(params, x)
+def _window(
+    params: KDAParams, x, history_pool, slots, lengths, config: ModelConfig, implementation, parents=None, packing=None
+):
+    """What windows ``x`` [R, W, D] bring to the state: (q, k, v, raw_gate, raw_beta), and the convolution inputs."""
+    inputs = spread(packing, _conv_inputs(params, x))
     y = ops.conv_step(inputs, params.conv, history_pool, slots, lengths, parents=parents, implementation=implementation)
-    return (*_split_heads(y, config), *_raw_gates(params, x, config)), inputs
+    return (*_split_heads(y, config), *_spread_gates(params, x, config, packing)), inputs
+
+
+def _spread_gates(params: KDAParams, x, config: ModelConfig, packing):
+    return tuple(spread(packing, raw) for raw in _raw_gates(params, x, config))
 
 
 def decode(params: KDAParams, x, state_pool, history_pool, slots, config: ModelConfig, *, implementation=None):
@@ -103,17 +110,19 @@ def verify(
     config: ModelConfig,
     *,
     parents=None,
+    packing=None,
     implementation=None,
 ):
-    """A window a request, ``x`` [R, W, D], a tree with ``parents`` [R, W]; both pools are only read.
+    """A window a request, ``x`` [R, W, D], a tree with ``parents`` [R, W]; both pools are only read. With a ``Packing``
+    of the windows ``x`` and the output are packed, [1, N, D].
 
     Returns the output [R, W, D], ``ops.Records``, and the convolution inputs [R, W, C] for ``ops.conv_commit``.
     """
-    window, inputs = _window(params, x, history_pool, slots, lengths, config, implementation, parents)
+    window, inputs = _window(params, x, history_pool, slots, lengths, config, implementation, parents, packing)
     gate = gate_params(params, config)
     how = {"parents": parents, "implementation": implementation}
     o, records = ops.kda_verify(*window, gate, state_pool, slots, lengths, **how)
-    return _output(params, x, o, config), records, inputs
+    return _output(params, x, pack(packing, o), config), records, inputs
 
 
 def verify_after_commit(
@@ -129,6 +138,7 @@ def verify_after_commit(
     config: ModelConfig,
     *,
     parents=None,
+    packing=None,
     implementation=None,
 ):
     """``verify`` of rows whose last commit (``pending``, its convolution inputs and ``plan``) is still to be written.
@@ -140,16 +150,16 @@ def verify_after_commit(
         history_pool = ops.conv_commit(history_pool, pending_inputs, plan, **how)
         state_pool = ops.kda_commit(state_pool, pending, gate, plan, **how)
         rows = state_pool, history_pool, slots, lengths, config
-        return *verify(params, x, *rows, parents=parents, **how), state_pool, history_pool
-    inputs = _conv_inputs(params, x)
+        return *verify(params, x, *rows, parents=parents, packing=packing, **how), state_pool, history_pool
+    inputs = spread(packing, _conv_inputs(params, x))
     y, history_pool = ops.conv_step_after_commit(
         inputs, params.conv, history_pool, slots, lengths, pending_inputs, plan, **how
     )
-    window = *_split_heads(y, config), *_raw_gates(params, x, config)
+    window = *_split_heads(y, config), *_spread_gates(params, x, config, packing)
     o, records, state_pool = ops.kda_verify_after_commit(
         *window, gate, state_pool, slots, lengths, pending, plan, **how
     )
-    return _output(params, x, o, config), records, inputs, state_pool, history_pool
+    return _output(params, x, pack(packing, o), config), records, inputs, state_pool, history_pool
 
 
 def verify_native(
@@ -162,14 +172,15 @@ def verify_native(
     lengths,
     config: ModelConfig,
     *,
+    packing=None,
     implementation=None,
 ):
     """As ``verify``, but every position's state is written to a slot of its own (``ops.kda_verify_native``).
 
     Returns the output [R, W, D], the next state pool, and the convolution inputs [R, W, C].
     """
-    window, inputs = _window(params, x, history_pool, source_slots, lengths, config, implementation)
+    window, inputs = _window(params, x, history_pool, source_slots, lengths, config, implementation, packing=packing)
     slots = (source_slots, target_slots)
     gate = gate_params(params, config)
     o, state_pool = ops.kda_verify_native(*window, gate, state_pool, *slots, lengths, implementation=implementation)
-    return _output(params, x, o, config), state_pool, inputs
+    return _output(params, x, pack(packing, o), config), state_pool, inputs

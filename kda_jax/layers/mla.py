@@ -11,6 +11,7 @@ from einops import rearrange
 
 from kda_jax.config import ModelConfig
 from kda_jax.layers.linear import linear, matmul_precision, rms_norm
+from kda_jax.layers.packing import pack, spread
 from kda_jax.layers.params import MLAParams
 from kda_jax.ops._slots import UNROLLED_ROWS
 from kda_jax.ops.tree import paths
@@ -193,28 +194,31 @@ def keep_path(cache, computed, path, count, pages=None):
     return write_latents(cache, latents, computed, pages, count)
 
 
-def decode(params: MLAParams, x, cache, computed, config: ModelConfig, pages=None, lengths=None, parents=None):
+def decode(
+    params: MLAParams, x, cache, computed, config: ModelConfig, pages=None, lengths=None, parents=None, packing=None
+):
     """Windows ``x`` [B, W, D] on top of ``computed`` [B] cached tokens.
 
     ``cache`` is [B, S, d], a row's tokens in its own; or with ``pages`` int32 [B, n] a pool [pages, size, d], of which
     row ``b`` has page ``pages[b, i]`` for its tokens from ``i * size``, 0 where none is allocated; then ``lengths`` [B]
     says how many of the window's tokens are kept. With ``parents`` int [B, W] the window is a tree: a token attends to
-    the cached ones and to its own path. Latents stay in the order of the window (``keep_path``).
+    the cached ones and to its own path. Latents stay in the order of the window (``keep_path``). With a ``Packing`` of
+    the windows ``x`` and the output are packed, [1, N, D].
 
     Returns the output [B, W, D] and the next cache. Outputs past a row's real tokens are meaningless.
     """
     dtype, precision = x.dtype, matmul_precision(x.dtype)
     # a token that went wrong (NaN) must not reach those that don't attend to it: 0 * NaN is NaN. Its own residual
     # stream still says so.
-    new = latent(params, x, config)
+    new = spread(packing, latent(params, x, config))
     new = jnp.where(jnp.isfinite(new), new, 0)
     old = _read(cache, computed, pages)
-    q_nope, q_rope = _queries(params, x, config)
+    q_nope, q_rope = (spread(packing, q) for q in _queries(params, x, config))
     key_expansion, value_expansion = _expansion(params, config)
     q = jnp.einsum("bwhd,hdr->bwhr", q_nope, key_expansion.astype(dtype), precision=precision)
     q = jnp.concatenate([q, q_rope], axis=-1)
     scale = _scale(config)
-    window, cached = jnp.arange(x.shape[1]), jnp.arange(old.shape[1])[None, None, None] < _column(computed)
+    window, cached = jnp.arange(new.shape[1]), jnp.arange(old.shape[1])[None, None, None] < _column(computed)
     causal = (window[None] <= window[:, None])[None, None] if parents is None else paths(parents)[:, None]
 
     def scores(keys, seen):
@@ -226,7 +230,7 @@ def decode(params: MLAParams, x, cache, computed, config: ModelConfig, pages=Non
     weights = jnp.split(jax.nn.softmax(both, axis=-1).astype(dtype), [old.shape[1]], axis=-1)
     o = sum(jnp.einsum("bhws,bsr->bwhr", w, c, precision=precision) for w, c in zip(weights, (old, new), strict=True))
     o = jnp.einsum("bwhr,hdr->bwhd", o[..., : config.kv_lora_rank], value_expansion.astype(dtype), precision=precision)
-    o = linear(rearrange(o, "b w h d -> b w (h d)"), params.o_proj)
+    o = linear(pack(packing, rearrange(o, "b w h d -> b w (h d)")), params.o_proj)
     return o, write_latents(cache, new, computed, pages, lengths)
 
 
