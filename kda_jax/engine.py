@@ -5,9 +5,9 @@ to waiting (their text kept, their state dropped) when older ones need the memor
 once; the next step is built from it.
 """
 
-import contextlib
 import dataclasses
 import itertools
+import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -19,13 +19,15 @@ from kda_jax.cache import Cache, PendingCommit, make_pools
 from kda_jax.cache_layout import CacheLayout, CacheSizes
 from kda_jax.cache_options import CacheOptions, check_serving
 from kda_jax.checks import check_integer
+from kda_jax.engine_adaptive import Adaptive
 from kda_jax.engine_drafter import Drafting, EngineDrafter
 from kda_jax.engine_memory import Memory
 from kda_jax.engine_program import RowSampling, fold, run_step
-from kda_jax.engine_requests import EngineStats, Output, Request
+from kda_jax.engine_progress import progress as progress_bar
+from kda_jax.engine_requests import EngineStats, Output, Request, checked_prompt
 from kda_jax.engine_rows import batch_rows, null_sampling, row_sampling
 from kda_jax.engine_schedule import Scheduler
-from kda_jax.engine_warm_up import compositions
+from kda_jax.engine_warm_up import compositions, windows
 from kda_jax.metadata_builder import SMALLEST, BuilderBase, MetadataBuilder, Rows, Smallest, postprocess
 from kda_jax.options import GenerateOptions, SpeculativeOptions
 from kda_jax.speculate.lookup import Lookup
@@ -131,6 +133,8 @@ class Engine:
         if speculative is not None and speculative.method != "ngram":
             self._drafter = EngineDrafter(drafter, drafter_params, max_requests=max_requests, max_length=max_length)
             self._stats.drafter_bytes = self._drafter.nbytes
+        adaptive = speculative is not None and speculative.adaptive
+        self._adaptive = Adaptive(window, self._time_windows) if adaptive else None
         self._numbers = itertools.count()
         self._pending: tuple | None = None
         self._cancelled: list[Output] = []
@@ -155,31 +159,13 @@ class Engine:
           ValueError: an empty prompt, a token or stop token out of range, more tokens than ``max_length``, an id in
             use, options with rows. Other requests go on.
         """
-        if not isinstance(options, GenerateOptions):
-            raise ValueError(f"options must be GenerateOptions, got {type(options).__name__}")
-        tokens = np.asarray(prompt_tokens)
-        if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
-            raise ValueError(f"prompt_tokens must be a non-empty sequence of token ids, got {prompt_tokens!r:.80}")
-        vocab = self.config.vocab_size
-        if tokens.min() < 0 or tokens.max() >= vocab:
-            bad = tokens[(tokens < 0) | (tokens >= vocab)][0]
-            raise ValueError(f"prompt_tokens must be in [0, vocab_size={vocab}), got {bad}")
-        for token in options.stop_tokens:
-            if not 0 <= token < vocab:
-                raise ValueError(f"stop_tokens must be in [0, vocab_size={vocab}), got {token}")
-        for name in ("temperature", "top_k", "top_p"):
-            if np.ndim(getattr(options, name)):
-                raise ValueError(f"{name} must be a scalar in a request's options, got {getattr(options, name)!r}")
-        if options.implementation not in (None, self._implementation):
-            raise ValueError(
-                f"options.implementation must be None or the engine's {self._implementation!r}, "
-                f"got {options.implementation!r}"
-            )
-        if len(tokens) + options.max_new_tokens > self.max_length:
-            raise ValueError(
-                f"prompt_tokens and max_new_tokens must be at most max_length={self.max_length} tokens together, got "
-                f"{len(tokens)} + {options.max_new_tokens}"
-            )
+        tokens = checked_prompt(
+            prompt_tokens,
+            options,
+            vocab=self.config.vocab_size,
+            max_length=self.max_length,
+            implementation=self._implementation,
+        )
         number = next(self._numbers)
         request_id = number if request_id is None else request_id
         if request_id in self._scheduler.requests:
@@ -193,11 +179,11 @@ class Engine:
         lookup = None
         if self.speculative is not None and self._drafter is None:
             lookup = Lookup(self.speculative.ngram_max, self.speculative.ngram_min)
-            lookup.extend(tokens.tolist())
+            lookup.extend(tokens)
         self._scheduler.requests[request_id] = Request(
             request_id,
             number,
-            tokens.tolist(),
+            tokens,
             len(tokens),
             options,
             key_data,
@@ -227,7 +213,7 @@ class Engine:
     def run(self, *, progress: bool = False) -> dict[Hashable, list[int]]:
         """Step until nothing is left; the new tokens of each request that ended meanwhile. ``progress`` shows a bar."""
         found: dict[Hashable, list[int]] = {}
-        with _progress(self, progress) as update:
+        with progress_bar(self, progress) as update:
             while self._scheduler.requests or self._cancelled:
                 for output in self.step():
                     found.setdefault(output.request_id, []).extend(output.tokens)
@@ -259,6 +245,8 @@ class Engine:
             self._settle()
             return outputs
         self._stats.steps += 1
+        if self._adaptive is not None:  # may run steps of its own, before this one is built
+            self._adaptive.costs(self._builder.rows(sum(drafts is not None for _, _, drafts in work)))
         rows, tokens = batch_rows(
             work, self._memory, self.options, speculative=self.speculative is not None, native=self._native
         )
@@ -270,14 +258,30 @@ class Engine:
         defer = built.may_defer
         drafting = None if self._drafter is None else self._seat(work, spec)
         seats = None if drafting is None else drafting.seated.num_seats
-        sampling = row_sampling(work, rows.num_draft, built.batch, vocab_size=self.config.vocab_size, num_seats=seats)
-        read = self._run(padded, built.metadata, sampling, drafting, defer)
+        metadata, budget, expected = built.metadata, None, None
+        if self._adaptive is not None:
+            budget, metadata = self._adaptive.plan(work, built)
+            expected = [self._adaptive.confidence(request) for request, _, _ in work]
+        sampling = row_sampling(
+            work,
+            rows.num_draft,
+            built.batch,
+            vocab_size=self.config.vocab_size,
+            num_seats=seats,
+            budget=budget and budget.drafts,
+            confidence=expected,
+        )
+        began = time.perf_counter()
+        read = self._run(padded, metadata, sampling, drafting, defer)
         self._pending = None
         if defer:
             real = [work[row].request.id for row in spec.request_rows if row < built.batch]
             self._pending = tuple(real) + (None,) * (len(spec.request_rows) - len(real))
         self._scheduler.look_ahead()  # while the device works
-        return outputs + self._finish(work, rows, np.asarray(read), spec)
+        read = np.asarray(read)
+        if budget is not None:
+            self._adaptive.learn(work, built, budget, read, 1e3 * (time.perf_counter() - began))
+        return outputs + self._finish(work, rows, read, spec)
 
     def _seat(self, work, spec) -> Drafting:
         """Bring every decoding request to the drafter, and say how the step drafts."""
@@ -319,7 +323,7 @@ class Engine:
         accepted = np.where(verified[:size], after.last_accepted, rows.last_accepted)
         for row, (request, query, drafts) in enumerate(work):
             before, count = request.computed, int(counts[row])
-            self._stats.computed += query
+            self._stats.computed += query if drafts is None else 1 + int(read[row, -3])
             samples = drafts is not None or (before + query == request.prompt and not request.emitted)
             request.computed, request.last_accepted = int(computed[row]), int(accepted[row])
             new, reason = self._ends(request, read[row, :count].tolist() if samples else [])
@@ -379,7 +383,7 @@ class Engine:
             tokens = np.zeros((built.batch, built.tokens), np.int32)
             for drafting in self._draftings(built.metadata.spec):
                 num_seats = None if drafting is None else drafting.seated.num_seats
-                sampling = null_sampling(num_draft, built.batch, self._key_shape, num_seats)
+                sampling = null_sampling(num_draft, built.batch, self._key_shape, num_seats, self._drafts)
                 self._settle()
                 self._run(tokens, built.metadata, sampling, drafting, defer)
                 count += 1
@@ -388,30 +392,30 @@ class Engine:
             self._drafter.seats = seats
         return count
 
+    @property
+    def _drafts(self) -> int | None:
+        return None if self._adaptive is None else self.speculative.num_draft_tokens
+
+    def _time_windows(self, rows: int, packed: int | None) -> float:
+        """Milliseconds of a step of null windows: the median of five, after one that compiles."""
+        built = windows(self._builder, rows, packed)
+        tokens = np.random.default_rng(0).integers(0, self.config.vocab_size, (built.batch, built.tokens), np.int32)
+        seated = None if self._drafter is None else self._drafter.seated
+        num_draft = np.full(built.batch, built.metadata.spec.lengths[0] - 1, np.int32)
+        num_seats = None if seated is None else seated.num_seats
+        sampling = null_sampling(num_draft, built.batch, self._key_shape, num_seats, self._drafts)
+        drafting = None if seated is None else Drafting(seated, False)
+        times = []
+        for _ in range(6):
+            self._settle()
+            began = time.perf_counter()
+            np.asarray(self._run(tokens, built.metadata, sampling, drafting, False))
+            times.append(1e3 * (time.perf_counter() - began))
+        return float(np.median(times[1:]))
+
     def _draftings(self, spec) -> set[Drafting | None]:
         """All the ways a step may draft."""
         if self._drafter is None:
             return {None}
         rows = 0 if spec is None else len(spec.request_rows)
         return {self._drafter.drafting(rows, all_rows) for all_rows in (False, True)}
-
-
-@contextlib.contextmanager
-def _progress(engine: Engine, shown: bool):
-    """A bar of finished requests on the terminal, or nothing; yields what to call after a step."""
-    if not shown:
-        yield lambda: None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn()) as bar:
-        total = engine.unfinished
-        task = bar.add_task("", total=total)
-
-        def update():
-            stats = engine.stats
-            text = f"{stats.generated:,} tokens, {stats.steps:,} steps, {stats.preemptions} preempted"
-            bar.update(task, completed=total - engine.unfinished, description=text)
-
-        yield update

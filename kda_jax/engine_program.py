@@ -14,6 +14,7 @@ from kda_jax.engine_drafter import Drafting
 from kda_jax.layers.params import ModelParams
 from kda_jax.metadata import StepMetadata
 from kda_jax.options import SpeculativeOptions
+from kda_jax.speculate.adaptive import allocate
 from kda_jax.speculate.drafter import count_drafts
 from kda_jax.speculate.rejection import accept
 from kda_jax.speculate.sampling import sample, step_keys
@@ -30,9 +31,9 @@ class RowSampling(NamedTuple):
     top_p: jax.Array | None  # fp32
     num_draft: jax.Array  # int32: drafts in the row's window, at most where the drafter's are made here
     first: jax.Array  # bool: the token after a prompt, which no draft precedes
-    seat: (
-        jax.Array | None
-    )  # int32: where the drafter keeps the row, the number of seats where it doesn't; None: nowhere
+    seat: jax.Array | None  # int32: where the drafter keeps the row, out of range for nowhere; None: no drafter here
+    budget: jax.Array | None = None  # int32 []: most drafts verified, the likeliest; None: all
+    confidence: jax.Array | None = None  # fp32 [B, m]: what is expected of drafts whose drafter doesn't say
 
 
 @functools.partial(
@@ -59,11 +60,16 @@ def run_step(
     """One step. ``cache`` and ``seats`` are donated; a pending commit is given apart, since its buffers can't be used
     again. With ``drafting`` the drafts in ``tokens`` are made here. The array that comes back is all the host reads:
     int32 [B, W + 3], each row's tokens, how many drafts were judged, how many of the tokens count, and whether its
-    logits were not numbers (then none do)."""
+    logits were not numbers (then none do). Under a budget m more columns are behind the tokens: the bits of the
+    confidences that the drafter gave, -1.0 where it gave none."""
     cache = dataclasses.replace(cache, pending=pending)
-    num_draft, probs = rows.num_draft, None
+    num_draft, probs, confidence = rows.num_draft, None, None
     if drafting is not None and metadata.spec is not None:
-        tokens, num_draft, probs, seats = _make_drafts(drafter_params, seats, tokens, metadata, rows, drafting)
+        made = _make_drafts(drafter_params, seats, tokens, metadata, rows, drafting)
+        tokens, num_draft, probs, confidence, seats = made
+    if rows.budget is not None:
+        expected = rows.confidence if confidence is None else confidence
+        metadata, num_draft = _within_budget(metadata, num_draft, expected, rows.budget)
     logits, cache, left = model.step(params, config, cache, tokens, metadata, implementation=implementation)
     keys = step_keys(jax.vmap(jax.random.wrap_key_data)(rows.key_data), rows.emitted)
     shape = rows.temperature, rows.top_k, rows.top_p
@@ -89,31 +95,43 @@ def run_step(
             cache = model.commit(params, config, cache, left, plan, implementation=implementation)
     if rows.seat is not None:
         seats = drafting.seated.absorb(seats, rows.seat, out, count)
-    return (
-        cache,
-        seats,
-        jnp.concatenate([out, num_draft[:, None], count[:, None], nan[:, None].astype(jnp.int32)], axis=1),
-    )
+    read = [out, num_draft[:, None], count[:, None], nan[:, None].astype(jnp.int32)]
+    if rows.budget is not None:
+        said = jnp.full_like(rows.confidence, -1.0) if confidence is None else jnp.nan_to_num(confidence)
+        read.insert(1, jax.lax.bitcast_convert_type(said.astype(jnp.float32), jnp.int32))
+    return cache, seats, jnp.concatenate(read, axis=1)
 
 
 def _make_drafts(drafter_params, seats: Seats, tokens, metadata: StepMetadata, rows: RowSampling, drafting: Drafting):
-    """``tokens`` with drafts in the windows, how many each row has [B], their probabilities [B, m, V] and the seats."""
+    """``tokens`` with drafts in the windows; in batch order how many each row has [B], their probabilities [B, m, V]
+    and confidences [B, m]; and the seats."""
     at, batch = metadata.spec.request_rows, tokens.shape[0]
 
     def of(x):
         return None if x is None else jnp.take(x, at, axis=0, mode="clip")
 
+    def back(x):
+        return None if x is None else jnp.zeros((batch, *x.shape[1:]), x.dtype).at[at].set(x, mode="drop")
+
     keys = jax.vmap(lambda data: jax.random.fold_in(jax.random.wrap_key_data(data), 1))(of(rows.key_data))
     keys = jax.vmap(jax.random.key_data)(step_keys(keys, of(rows.emitted)))
     seat = jnp.where(at < batch, of(rows.seat), drafting.seated.num_seats)
     asked = DraftRows(seat, keys, of(rows.temperature), of(rows.top_k), of(rows.top_p))
-    drafts, probs, seats = drafting.seated.draft(drafter_params, seats, asked, in_place=drafting.in_place)
+    made, seats = drafting.seated.draft(drafter_params, seats, asked, in_place=drafting.in_place)
+    drafts = made.tokens
     num_draft = rows.num_draft.at[at].min(count_drafts(drafts), mode="drop")
     fits = min(drafts.shape[1], tokens.shape[1] - 1)
     tokens = tokens.at[at, 1 : 1 + fits].set(jnp.maximum(drafts[:, :fits], 0), mode="drop")
-    if probs is not None:
-        probs = jnp.zeros((batch, *probs.shape[1:]), probs.dtype).at[at].set(probs, mode="drop")
-    return tokens, num_draft, probs, seats
+    return tokens, num_draft, back(made.probs), back(made.confidence), seats
+
+
+def _within_budget(metadata: StepMetadata, num_draft, confidence, budget):
+    """The step with windows of the drafts that are worth it, and how many each row has [B]."""
+    num_draft = allocate(confidence, num_draft, budget)
+    spec, batch = metadata.spec, num_draft.shape[0]
+    drafts = jnp.take(num_draft, spec.request_rows, mode="clip")
+    lengths = jnp.where(spec.request_rows < batch, jnp.minimum(spec.lengths, 1 + drafts), spec.lengths)
+    return dataclasses.replace(metadata, spec=dataclasses.replace(spec, lengths=lengths)), num_draft
 
 
 @functools.partial(jax.jit, static_argnames=("config", "implementation"), donate_argnames=("cache",))

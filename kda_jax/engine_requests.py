@@ -1,7 +1,7 @@
 """What the engine knows about each request, and what it reports."""
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -64,6 +64,9 @@ class Request:
     computed: int = 0
     last_accepted: int = 1
     scheduled: int = 0  # step of its last turn
+    confidence: np.ndarray | None = None  # fp32 [m]: what the drafter said of its last drafts
+    judged: float = 0.0  # drafts judged and drafts that stood, older ones fading
+    stood: float = 0.0
     keys: list[bytes] = dataclasses.field(default_factory=list)  # of its prompt's pages, hashed while it waits
 
     @property
@@ -79,3 +82,33 @@ class Request:
     @property
     def prefilling(self) -> bool:
         return self.computed < self.target
+
+
+def checked_prompt(
+    prompt_tokens: Sequence[int], options: GenerateOptions, *, vocab: int, max_length: int, implementation: str | None
+) -> list[int]:
+    """The tokens of a request that an engine of these limits can serve; ``ValueError`` as ``Engine.submit``."""
+    if not isinstance(options, GenerateOptions):
+        raise ValueError(f"options must be GenerateOptions, got {type(options).__name__}")
+    tokens = np.asarray(prompt_tokens)
+    if tokens.ndim != 1 or tokens.size == 0 or tokens.dtype.kind not in "iu":
+        raise ValueError(f"prompt_tokens must be a non-empty sequence of token ids, got {prompt_tokens!r:.80}")
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        bad = tokens[(tokens < 0) | (tokens >= vocab)][0]
+        raise ValueError(f"prompt_tokens must be in [0, vocab_size={vocab}), got {bad}")
+    for token in options.stop_tokens:
+        if not 0 <= token < vocab:
+            raise ValueError(f"stop_tokens must be in [0, vocab_size={vocab}), got {token}")
+    for name in ("temperature", "top_k", "top_p"):
+        if np.ndim(getattr(options, name)):
+            raise ValueError(f"{name} must be a scalar in a request's options, got {getattr(options, name)!r}")
+    if options.implementation not in (None, implementation):
+        raise ValueError(
+            f"options.implementation must be None or the engine's {implementation!r}, got {options.implementation!r}"
+        )
+    if len(tokens) + options.max_new_tokens > max_length:
+        raise ValueError(
+            f"prompt_tokens and max_new_tokens must be at most max_length={max_length} tokens together, got "
+            f"{len(tokens)} + {options.max_new_tokens}"
+        )
+    return tokens.tolist()

@@ -40,8 +40,11 @@ def batch_rows(
     return rows, tokens
 
 
-def row_sampling(work: Sequence[Work], num_draft, batch: int, *, vocab_size: int, num_seats: int | None) -> RowSampling:
-    """How each of ``batch`` rows samples, null rows behind the real ones; ``num_seats`` is None without seats."""
+def row_sampling(
+    work: Sequence[Work], num_draft, batch: int, *, vocab_size: int, num_seats: int | None, budget=None, confidence=None
+) -> RowSampling:
+    """How each of ``batch`` rows samples, null rows behind the real ones. ``num_seats`` is None without seats;
+    ``budget`` and ``confidence`` [m] of each request are None without adaptive verification."""
     requests = [request for request, _, _ in work]
 
     def padded(values, dtype, fill=0):
@@ -66,11 +69,15 @@ def row_sampling(work: Sequence[Work], num_draft, batch: int, *, vocab_size: int
         num_draft=padded(np.maximum(num_draft, 0), np.int32),
         first=padded([drafts is None for _, _, drafts in work], bool),
         seat=None if num_seats is None else padded(seats, np.int32, num_seats),
+        budget=None if budget is None else np.int32(budget),
+        confidence=None if confidence is None else padded(confidence, np.float32),
     )
 
 
-def null_sampling(num_draft, batch: int, key_shape: tuple[int, ...], num_seats: int | None) -> RowSampling:
-    """``row_sampling`` of a step that has only null rows."""
+def null_sampling(
+    num_draft, batch: int, key_shape: tuple[int, ...], num_seats: int | None, drafts: int | None
+) -> RowSampling:
+    """``row_sampling`` of a step that has only null rows; ``drafts`` a window is None without adaptive verification."""
     flat = np.zeros(batch, np.int32)
     return RowSampling(
         np.zeros((batch, *key_shape), np.uint32),
@@ -81,4 +88,6 @@ def null_sampling(num_draft, batch: int, key_shape: tuple[int, ...], num_seats: 
         num_draft,
         flat.astype(bool),
         None if num_seats is None else flat + np.int32(num_seats),
+        None if drafts is None else np.int32(batch * drafts),
+        None if drafts is None else np.ones((batch, drafts), np.float32),
     )

@@ -1,5 +1,6 @@
 """The steps an engine compiles ahead of time, made of null rows: the shapes of real ones, and nothing to do."""
 
+import dataclasses
 from collections.abc import Iterator
 
 import numpy as np
@@ -14,6 +15,18 @@ def compositions(builder: MetadataBuilder, max_rows: int, max_tokens: int) -> It
     while rows <= next_power_of_two(max_rows):
         yield from _of_rows(builder, rows, max_tokens)
         rows *= 2
+
+
+def windows(builder: MetadataBuilder, rows: int, packed: int | None) -> Built:
+    """A step of ``rows`` windows that hold ``packed`` tokens in all (None: all they can), read from nowhere and leave
+    nothing: what such a step costs beside states and context. ``packed`` is a multiple of ``rows``."""
+    window = builder.base.window
+    built = _null(builder, rows, window, False, window - 1, 1)
+    spec = built.metadata.spec
+    lengths = np.full_like(spec.lengths, window if packed is None else packed // rows)
+    request_rows = np.arange(len(lengths), dtype=np.int32)
+    spec = dataclasses.replace(spec, lengths=lengths, request_rows=request_rows, packed=packed)
+    return built._replace(metadata=dataclasses.replace(built.metadata, spec=spec))
 
 
 def _of_rows(builder: MetadataBuilder, rows: int, max_tokens: int):

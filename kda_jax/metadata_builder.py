@@ -157,7 +157,7 @@ class MetadataBuilder:
                 if len(group) and not np.array_equal(group, np.arange(len(ids))):
                     which = f"rows {group.tolist()} of {len(ids)}"
                     raise ValueError(f"pages must be given where a group is not the whole batch, got {which}")
-        batch = self._rows(len(ids))
+        batch = self.rows(len(ids))
         width = int(max([1, *rows.query_lengths[prefill]])) if len(prefill) else 1
         tokens = max(width, self.base.window if len(spec) else 1, self.base.smallest.tokens)
         source, target = self._slots(rows)
@@ -170,7 +170,8 @@ class MetadataBuilder:
         )
         return Built(metadata, batch, next_power_of_two(tokens), must_fold)
 
-    def _rows(self, count: int) -> int:
+    def rows(self, count: int) -> int:
+        """Rows that a group of ``count`` is padded to."""
         return next_power_of_two(max(count, self.base.smallest.rows))
 
     def _columns(self, count: int) -> int:
@@ -178,13 +179,13 @@ class MetadataBuilder:
 
     def _padded(self, values, group, *, fill: int = 0) -> np.ndarray:
         """``values`` of the rows of ``group``, padded to a bucket; of row numbers, ``values`` is ``group`` itself."""
-        out = np.full(self._rows(len(group)), fill, np.int32)
+        out = np.full(self.rows(len(group)), fill, np.int32)
         out[: len(group)] = group if values is group else values[group]
         return out
 
     def _table(self, values, group, columns: int) -> np.ndarray:
         """The first ``columns`` columns of ``values`` of the rows of ``group``, both padded to buckets."""
-        out = np.zeros((self._rows(len(group)), self._columns(columns)), np.int32)
+        out = np.zeros((self.rows(len(group)), self._columns(columns)), np.int32)
         held = values[group][:, : out.shape[1]]
         out[: len(group), : held.shape[1]] = held
         return out
@@ -320,7 +321,7 @@ class MetadataBuilder:
         wanted = [place.pop(ids[row], len(pending)) for row in spec]
         if place:
             return None, True
-        rows = np.full(self._rows(len(spec)), len(pending), np.int32)
+        rows = np.full(self.rows(len(spec)), len(pending), np.int32)
         rows[: len(wanted)] = wanted
         same = len(rows) == len(pending) and all(
             at == i or (at == len(pending) and pending[i] is None) for i, at in enumerate(rows)
@@ -355,7 +356,7 @@ class MetadataBuilder:
     def _spec_rows(self, rows: Rows, group, source, fold, batch: int) -> SpecRows:
         base, targets, align = self.base, None, None
         if rows.row_slots is not None:
-            targets = np.zeros((self._rows(len(group)), base.window), np.int32)
+            targets = np.zeros((self.rows(len(group)), base.window), np.int32)
             targets[: len(group)] = rows.row_slots[group, : base.window]
         if base.mode == "align":
             # columns up to the one that holds the window's last token, so that the width follows the longest row

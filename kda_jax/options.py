@@ -122,6 +122,8 @@ class SpeculativeOptions:
         [0, 1] that do not increase.
       synthetic_length: in place of rates, the mean number of tokens a window emits, the extra token included, in
         ``[1, num_draft_tokens + 1]``.
+      adaptive: verify only drafts that are worth their time (``kda_jax/speculate/adaptive.py``): the likeliest of all
+        requests, as many as bring the most tokens per millisecond by measured times. In the engine.
 
     Raises:
       ValueError: naming the field.
@@ -136,6 +138,7 @@ class SpeculativeOptions:
     synthetic_rates: tuple[float, ...] | None = None
     synthetic_length: float | None = None
     branches: tuple[int, ...] | None = None
+    adaptive: bool = False
 
     def __post_init__(self):
         check_choice("method", self.method, METHODS)
@@ -144,6 +147,8 @@ class SpeculativeOptions:
         check_integer("num_draft_tokens", self.num_draft_tokens, 1)
         if not isinstance(self.recover, bool):
             raise ValueError(f"recover must be True or False, got {self.recover!r}")
+        if not isinstance(self.adaptive, bool):
+            raise ValueError(f"adaptive must be True or False, got {self.adaptive!r}")
         check_choice("rejection", self.rejection, REJECTIONS)
         check_integer("ngram_min", self.ngram_min, 1)
         check_integer("ngram_max", self.ngram_max, self.ngram_min)

@@ -77,12 +77,17 @@ def test_sampled_tokens_are_those_of_generate():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["itself", "table"])
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("recover", [True, False])
-@pytest.mark.parametrize("options", [GenerateOptions(NEW), GenerateOptions(NEW, temperature=0.7, top_k=6, top_p=0.9)])
-def test_any_cache_and_sampling(kind, cache, recover, options):
-    run(kind, CACHES[cache], options, recover)
+@pytest.mark.parametrize(
+    ("kind", "cache", "recover", "shape"),
+    [
+        ("itself", "prefixes", True, {}),
+        ("itself", "none", False, {"temperature": 0.7, "top_p": 0.9}),
+        ("table", "prefixes", False, {"temperature": 0.7, "top_k": 6}),
+        ("table", "prefixes", True, {"temperature": 0.7, "top_k": 6, "top_p": 0.9}),
+    ],
+)
+def test_any_cache_and_sampling(kind, cache, recover, shape):
+    run(kind, CACHES[cache], GenerateOptions(NEW, **shape), recover)
 
 
 @pytest.mark.slow

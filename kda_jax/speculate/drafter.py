@@ -71,12 +71,15 @@ class Draft(NamedTuple):
     ``probs`` fp32 ``[B, m, V]``: the distribution each token was really sampled from, so after temperature, top-k and
     top-p (else the output's distribution is wrong); None for a drafter that does not sample, whose ``q`` is one-hot.
     ``parents`` int32 ``[B, m]``: None for a chain; else the drafts are a tree (see the module's description).
+    ``confidence`` fp32 ``[B, m]``: the probability, in [0, 1], that a draft stands if those before it do, for adaptive
+    verification; None for a drafter that can't say.
     """
 
     tokens: Array
     probs: Array | None
     state: Any
     parents: Array | None = None
+    confidence: Array | None = None
 
 
 class Drafter(Protocol):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from kda_jax.speculate.drafter import DraftContext
+from kda_jax.speculate.drafter import Draft, DraftContext
 
 Array = jax.Array
 
@@ -91,8 +91,8 @@ class Seated:
             self._put(seats.state, state, rows.seat),
         )
 
-    def draft(self, params: Any, seats: Seats, rows: DraftRows, *, in_place: bool) -> tuple[Array, Array | None, Seats]:
-        """Drafts int32 [R, m] (-1: none), what they were drawn from, fp32 [R, m, V] or None, and the seats.
+    def draft(self, params: Any, seats: Seats, rows: DraftRows, *, in_place: bool) -> tuple[Draft, Seats]:
+        """The ``Draft`` of the rows, its state left out, and the seats.
 
         Only the rows' seats change. ``in_place`` calls the drafter on all seats, which copies nothing: for when every
         seat that matters has a row.
@@ -109,11 +109,10 @@ class Seated:
             if old.dtype != new.dtype:
                 raise ValueError(f"drafter must keep the dtypes of its state, got {new.dtype} for {old.dtype}")
         state = made.state if in_place else self._put(seats.state, made.state, rows.seat)
-        tokens, probs = made.tokens, made.probs
+        made = made._replace(state=None)
         if in_place:
-            tokens = jnp.take(tokens, back, axis=0, mode="clip")
-            probs = None if probs is None else jnp.take(probs, back, axis=0, mode="clip")
-        return tokens, probs, dataclasses.replace(seats, state=state)
+            made = jax.tree.map(lambda x: jnp.take(x, back, axis=0, mode="clip"), made)
+        return made, dataclasses.replace(seats, state=state)
 
     def absorb(self, seats: Seats, seat: Array, tokens: Array, count: Array) -> Seats:
         """Append ``count`` [B] of ``tokens`` [B, W] to the texts of ``seat`` [B]."""
