@@ -11,10 +11,9 @@ from kda_jax.engine_requests import Request
 from kda_jax.engine_schedule import Work
 from kda_jax.metadata import StepMetadata
 from kda_jax.metadata_builder import Built
-from kda_jax.speculate.adaptive import best_budget, monotone, sizes
+from kda_jax.speculate.adaptive import best_budget, expected, faded, monotone, sizes
 
 REMEMBERED = 9  # steps whose time says what a step costs besides its windows
-PRIOR = 4.0  # drafts that a request's own record weighs against everybody's
 
 
 class Budget(NamedTuple):
@@ -71,16 +70,16 @@ class Adaptive:
                 decoding += 1
                 survival.append(np.cumprod(self.confidence(request)[: len(drafts)]))
         rest = max(float(np.median(self._rest[rows, kind])), 0.0) if (rows, kind) in self._rest else 0.0
-        costs = [(tokens, ms + rest) for tokens, ms in self.costs(rows)]
-        drafts, tokens = best_budget(np.concatenate(survival), decoding, costs)
-        return Budget(drafts, tokens, self._packed(tokens, rows * self.window))
+        tokens, ms = zip(*self.costs(rows), strict=True)
+        drafts, best = best_budget(np.concatenate(survival), decoding, tokens, np.asarray(ms) + rest)
+        return Budget(int(drafts), tokens[best], self._packed(tokens[best], rows * self.window))
 
     def confidence(self, request: Request) -> np.ndarray:
         """What is expected of each draft of the next window, given that those before it stand; [m]."""
         if request.confidence is not None:
             return request.confidence
-        everybody = (self._stood + 1) / (self._judged + 1)
-        return np.full(self.window - 1, (request.stood + PRIOR * everybody) / (request.judged + PRIOR), np.float32)
+        each = expected(request.judged, request.stood, self._judged, self._stood)
+        return np.full(self.window - 1, each, np.float32)
 
     def learn(self, work: Sequence[Work], built: Built, budget: Budget, read: np.ndarray, ms: float) -> None:
         """What a step of ``ms`` milliseconds says of the next ones; ``read`` is what ``run_step`` returned."""
@@ -93,11 +92,10 @@ class Adaptive:
             self.judge(request, int(read[row, -3]), max(int(read[row, -2]) - 1, 0))
 
     def judge(self, request: Request, judged: int, stood: int) -> None:
-        """Of ``judged`` drafts the first ``stood`` stood; those after the first rejection say nothing."""
-        seen = min(judged, stood + 1)
-        self._judged, self._stood = 0.999 * self._judged + seen, 0.999 * self._stood + stood
-        request.judged = 0.9 * request.judged + seen
-        request.stood = 0.9 * request.stood + stood
+        """Of ``judged`` drafts the first ``stood`` stood."""
+        request.judged, request.stood = faded(request.judged, request.stood, judged, stood)
+        self._judged += min(judged, stood + 1)
+        self._stood += stood
 
     def observe(self, budget: Budget, rows: int, kind: Hashable, ms: float) -> None:
         """A step with ``budget`` took ``ms``."""

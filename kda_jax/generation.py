@@ -16,6 +16,7 @@ import numpy as np
 from kda_jax import model
 from kda_jax.checks import check_integer
 from kda_jax.config import ModelConfig
+from kda_jax.generation_adaptive import measured_costs
 from kda_jax.generation_loop import GenerateStats, LoopState, Program, Sampling, advance, ratio, start
 from kda_jax.layers.params import ModelParams
 from kda_jax.ops._couplings import next_power_of_two
@@ -78,11 +79,23 @@ def _prepare(params, config, prompt_tokens, prompt_lengths, key, options, specul
     sampling = Sampling(pad(rows.temperature), top_k, top_p, rows.stop_tokens, limit)
     program = Program(config, options.implementation, next_power_of_two(options.max_new_tokens), speculative, drafter)
     state = start(params, tokens, pad(prompt_lengths), key, sampling, drafter_params, program=program)
-    return state, functools.partial(_run, params, sampling, drafter_params, program), pad(prompt_lengths)
+    costs = None
+    if speculative is not None and speculative.adaptive:
+        costs = _costs(params, program, state, prompt_bucket)
+    return state, functools.partial(_run, params, sampling, drafter_params, costs, program), pad(prompt_lengths)
 
 
-def _run(params, sampling, drafter_params, program, state, steps: int):
-    return advance(params, state, sampling, drafter_params, jnp.int32(steps), program=program)
+def _run(params, sampling, drafter_params, costs, program, state, steps: int):
+    return advance(params, state, sampling, drafter_params, jnp.int32(steps), costs, program=program)
+
+
+def _costs(params, program: Program, state: LoopState, tokens: int):
+    if isinstance(state.tokens, jax.core.Tracer):
+        raise ValueError("adaptive must be False where generate is traced: it measures times before it starts")
+    slots = 1 + jnp.arange(state.done.shape[0], dtype=jnp.int32) * program.states_per_row
+    cache = dataclasses.replace(state.cache, pending=None)
+    window = program.speculative.window
+    return measured_costs(params, program.config, cache, slots, tokens, window, program.implementation)
 
 
 def _host(array):

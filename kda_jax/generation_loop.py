@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from kda_jax import model
 from kda_jax.cache import Cache, make_cache
 from kda_jax.config import ModelConfig
+from kda_jax.generation_adaptive import Expectation, learn, nothing_known, plan, switch
 from kda_jax.layers.params import ModelParams
 from kda_jax.metadata import Fold, SpecRows, StepMetadata
 from kda_jax.ops.tree import paths
@@ -76,6 +77,7 @@ class LoopState:
     keys: jax.Array  # [B]
     drafter: Any
     stats: GenerateStats
+    expectation: Expectation | None = None  # None: every draft is verified
 
 
 class Program(NamedTuple):
@@ -161,6 +163,8 @@ def start(params: ModelParams, tokens, lengths, key, sampling: Sampling, drafter
     )
     token, nan = sample(logits, step_keys(keys, zeros), sampling.temperature, sampling.top_k, sampling.top_p)
     state, _ = _emit(_note_nan(state, nan), token[:, None], zeros + 1, sampling)
+    if program.speculative is not None and program.speculative.adaptive:
+        state = dataclasses.replace(state, expectation=nothing_known(batch, drafts))
     if program.drafter is not None:
         context = _context(state, sampling, program)
         state = dataclasses.replace(state, drafter=program.drafter.start(drafter_params, context))
@@ -229,9 +233,15 @@ def _judged_positions(draft: Draft, num_draft, options: SpeculativeOptions):
     return jnp.any(real[:, None] & (depth[:, None] == position[..., None] + 1), axis=2)
 
 
-def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampling, program: Program) -> LoopState:
+def _speculative_step(
+    params, drafter_params, state: LoopState, sampling: Sampling, costs, program: Program
+) -> LoopState:
     options, config, implementation = program.speculative, program.config, program.implementation
     draft, num_draft = make_drafts(drafter_params, state, sampling, program)
+    size = None
+    if options.adaptive:
+        room = jnp.maximum(sampling.limit - state.emitted - 1, 0)
+        num_draft, size = plan(state.expectation, draft.confidence, num_draft, room, ~state.done, costs)
     parents = None if draft.parents is None else window_parents(draft.parents)
     slots, width = _slots(state, program), options.window
     window = jnp.concatenate([_last_tokens(state), jnp.maximum(draft.tokens, 0)], axis=1)
@@ -249,9 +259,12 @@ def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampli
         parents=parents,
         window=width,
     )
-    logits, cache, left = model.step(
-        params, config, state.cache, window, StepMetadata(spec=rows), implementation=implementation
-    )
+
+    def verify(rows):
+        metadata = StepMetadata(spec=rows)
+        return model.step(params, config, state.cache, window, metadata, implementation=implementation)
+
+    logits, cache, left = verify(rows) if size is None else switch(verify, size, rows)
     keys, shape = step_keys(state.keys, state.emitted), (sampling.temperature, sampling.top_k, sampling.top_p)
     if parents is None:
         how = {"method": options.rejection, "synthetic_rates": options.acceptance_rates}
@@ -267,13 +280,16 @@ def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampli
         drafted=state.stats.drafted + _judged_positions(draft, num_draft, options),
         accepted=state.stats.accepted + (position < kept[:, None]),
     )
-    plan = model.plan_rows(rows, count)
+    commit_plan = model.plan_rows(rows, count)
     if parents is not None:
         cache, left = model.keep_path(cache, left, rows, judged.path, count)
     if options.recover:
-        cache = model.defer(cache, left, plan)
+        cache = model.defer(cache, left, commit_plan)
     else:
-        cache = model.commit(params, config, cache, left, plan, implementation=implementation)
+        cache = model.commit(params, config, cache, left, commit_plan, implementation=implementation)
+    if options.adaptive:
+        known = learn(state.expectation, draft.confidence, num_draft, judged.num_accepted_drafts)
+        state = dataclasses.replace(state, expectation=known)
     state = dataclasses.replace(
         state,
         cache=cache,
@@ -284,8 +300,11 @@ def _speculative_step(params, drafter_params, state: LoopState, sampling: Sampli
 
 
 @functools.partial(jax.jit, static_argnames="program", donate_argnames="state")
-def advance(params: ModelParams, state: LoopState, sampling: Sampling, drafter_params, steps, *, program: Program):
-    """Up to ``steps`` (int32 []) steps, fewer when every row has ended. Nothing leaves the device."""
+def advance(
+    params: ModelParams, state: LoopState, sampling: Sampling, drafter_params, steps, costs=None, *, program: Program
+):
+    """Up to ``steps`` (int32 []) steps, fewer when every row has ended. Nothing leaves the device. ``costs`` fp32 [n]
+    is for adaptive verification (``generation_adaptive.plan``)."""
 
     def unfinished(carry):
         state, step = carry
@@ -296,7 +315,7 @@ def advance(params: ModelParams, state: LoopState, sampling: Sampling, drafter_p
         if program.speculative is None:
             state = _plain_step(params, state, sampling, program)
         else:
-            state = _speculative_step(params, drafter_params, state, sampling, program)
+            state = _speculative_step(params, drafter_params, state, sampling, costs, program)
         return state, step + 1
 
     return jax.lax.while_loop(unfinished, step, (state, jnp.int32(0)))[0]

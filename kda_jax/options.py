@@ -123,7 +123,7 @@ class SpeculativeOptions:
       synthetic_length: in place of rates, the mean number of tokens a window emits, the extra token included, in
         ``[1, num_draft_tokens + 1]``.
       adaptive: verify only drafts that are worth their time (``kda_jax/speculate/adaptive.py``): the likeliest of all
-        requests, as many as bring the most tokens per millisecond by measured times. In the engine.
+        rows, as many as bring the most tokens per millisecond by times measured before the first step. Not for trees.
 
     Raises:
       ValueError: naming the field.
@@ -175,6 +175,8 @@ class SpeculativeOptions:
             raise ValueError("recover must be True for a tree of drafts: native verify has no form for branches")
         if self.rejection != "standard":
             raise ValueError(f"rejection must be 'standard' for a tree of drafts, got {self.rejection!r}")
+        if self.adaptive:
+            raise ValueError("adaptive must be False for a tree of drafts: budgets are of chains")
 
     def _check_synthetic(self):
         rates, length, m = self.synthetic_rates, self.synthetic_length, self.num_draft_tokens

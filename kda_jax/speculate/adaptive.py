@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 Array = jax.Array
+PRIOR = 4.0  # drafts
+FADING = 0.9
 
 
 def allocate(confidence: Array, count: Array, budget: Array) -> Array:
@@ -34,30 +36,40 @@ def allocate(confidence: Array, count: Array, budget: Array) -> Array:
     return jnp.sum(kept, axis=1, dtype=jnp.int32)
 
 
-def best_budget(survival: np.ndarray, rows: int, costs: Sequence[tuple[int, float]]) -> tuple[int, int]:
-    """(drafts to verify, tokens the step is compiled for) with the most expected tokens per millisecond.
+def best_budget(survival, rows, tokens: Sequence[int], costs, *, xp=np):
+    """The budget with the most expected tokens per millisecond, and the size of step that has room for it.
 
     Args:
-      survival: [n] of all drafts that could be verified, in any order, each the product of its row's confidences.
+      survival: fp [n] of all drafts that could be verified, in any order, each the product of its row's confidences.
       rows: how many rows sample, each at least one token.
-      costs: (tokens, milliseconds) of each size a step can have, ascending; a step of b drafts takes the first with
-        ``rows + b`` tokens. Of equals the smaller wins.
+      tokens: the sizes a step can have, ascending, the last at least ``rows``; a step of b drafts takes the first with
+        ``rows + b``.
+      costs: milliseconds of each, above 0.
+      xp: numpy, or jax.numpy inside a compiled program.
 
-    Raises:
-      ValueError: costs has no size for the rows alone.
+    Returns:
+      (drafts to verify, index of the size). Of equals the smaller wins.
     """
-    gain = np.concatenate([[0.0], np.cumsum(np.sort(np.asarray(survival, np.float64))[::-1])])
-    best = None
-    for tokens, ms in costs:
-        budget = min(tokens - rows, len(gain) - 1)  # what a size has room for costs nothing more
-        if budget < 0:
-            continue
-        rate = (rows + gain[budget]) / max(ms, 1e-6)
-        if best is None or rate > best[0]:
-            best = rate, budget, tokens
-    if best is None:
-        raise ValueError(f"costs must have a size of at least rows={rows} tokens, got {list(costs)}")
-    return best[1], best[2]
+    gain = xp.concatenate([xp.zeros(1), xp.cumsum(-xp.sort(-survival))])
+    room = xp.asarray(tokens) - rows
+    budget = xp.clip(room, 0, survival.shape[0])  # what a size has room for costs nothing more
+    rate = xp.where(room >= 0, (rows + xp.take(gain, budget)) / xp.asarray(costs), -1.0)
+    best = xp.argmax(rate)
+    return budget[best], best
+
+
+def expected(judged, stood, all_judged, all_stood):
+    """The probability that a draft stands, by what was judged and stood: a row's own record, which ``PRIOR`` drafts of
+    everybody's weigh against."""
+    everybody = (all_stood + 1) / (all_judged + 1)
+    return (stood + PRIOR * everybody) / (judged + PRIOR)
+
+
+def faded(judged, stood, num_judged, num_stood):
+    """A row's record (judged, stood) after a window of ``num_judged`` drafts of which the first ``num_stood`` stood;
+    what follows the first rejection says nothing, and older windows fade."""
+    seen = num_stood + (num_judged > num_stood)
+    return FADING * judged + seen, FADING * stood + num_stood
 
 
 def sizes(rows: int, window: int) -> list[int]:
