@@ -82,10 +82,10 @@ def _prepare(params, config, prompt_tokens, prompt_lengths, key, options, specul
     costs = None
     if speculative is not None and speculative.adaptive:
         costs = _costs(params, program, state, prompt_bucket)
-    return state, functools.partial(_run, params, sampling, drafter_params, costs, program), pad(prompt_lengths)
+    return state, functools.partial(_run, params, sampling, drafter_params, program, costs=costs), pad(prompt_lengths)
 
 
-def _run(params, sampling, drafter_params, costs, program, state, steps: int):
+def _run(params, sampling, drafter_params, program, state, steps: int, *, costs):
     return advance(params, state, sampling, drafter_params, jnp.int32(steps), costs, program=program)
 
 
